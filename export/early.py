@@ -51,10 +51,14 @@ class _Outcomes(NamedTuple):
 
 
 def certify(
-    jumps: Iterable[Jumps], source: str, say: Callable[[str], None] = print
+    jumps: Iterable[Jumps],
+    source: str,
+    say: Callable[[str], None] = print,
+    endings: bool = False,
 ) -> Calibration | None:
     """Thresholds from answers after each of M evaluations, the last of which is the full one.
 
+    With endings an answer before that takes one of its own, so that a row that goes on costs two.
     None, having said so, where there are too few rows.
     """
     answers = _gathered(jumps)
@@ -65,7 +69,7 @@ def certify(
             "Everything else works. With more rows, train again with a larger data.held_out"
         )
         return None
-    outcomes = _outcomes(answers)
+    outcomes = _outcomes(answers, 2 if endings else 1)
     levels = tuple(_level(level, outcomes, answers) for level in LEVELS)
     return Calibration(rows, CONFIDENCE, source, levels)
 
@@ -85,14 +89,15 @@ def most_differing(rows: int, share: float, confidence: float = CONFIDENCE) -> i
 
 
 def _level(share: float, outcomes: _Outcomes, answers: _Answers) -> Level:
-    """The loosest threshold before the first that fails."""
+    """The loosest threshold before the first that fails; none if it costs more than all steps."""
     full, rows = answers.differs.shape
     most = most_differing(rows, share)
     certified = Level(share, None, float(full), 0.0)
     for threshold, differing, evaluations in zip(THRESHOLDS, *outcomes, strict=True):
         if differing > most:
             break
-        certified = Level(share, threshold, float(evaluations), float(differing / rows))
+        if evaluations <= full:
+            certified = Level(share, threshold, float(evaluations), float(differing / rows))
     return certified
 
 
@@ -113,7 +118,7 @@ def _answered(logits: FloatArray, present: Present | None) -> _Answers:
     return _Answers(np.maximum.accumulate(ahead(logits, present)), differs)
 
 
-def _outcomes(answers: _Answers) -> _Outcomes:
+def _outcomes(answers: _Answers, going_on_costs: int) -> _Outcomes:
     """For all thresholds at once: a row has not stopped where all margins so far lie below."""
     full, rows = answers.differs.shape
     differing = np.zeros(len(THRESHOLDS), np.intp)
@@ -124,7 +129,7 @@ def _outcomes(answers: _Answers) -> _Outcomes:
         differing += _below(before[differs]) - _below(margins[differs])
         going_on += _below(margins)
         before = margins
-    return _Outcomes(differing, 1 + going_on / rows)
+    return _Outcomes(differing, 1 + going_on_costs * going_on / rows)
 
 
 def _below(margins: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:

@@ -281,8 +281,8 @@ def compare(
     return found.measured(), found.against()
 
 
-# With the dial of time, fewer steps are the beginning of more: the state after k steps is what the
-# rung of k steps reads out. So one pass with the most steps measures every rung.
+# With the dial of time, fewer steps are the beginning of more: what is read out after k steps is
+# the answer of the rung of k steps. So one pass with the most steps measures every rung.
 
 
 def one_way(manifest: Manifest) -> bool:

@@ -242,7 +242,7 @@ class Trial:
                 rows = batch.inputs[0].contiguous().numpy()
                 yield Jumps(classifier.jumps(rows), present_positions(rows, draft))
 
-        return certify(jumps(), CALIBRATION_SOURCE, self.say)
+        return certify(jumps(), CALIBRATION_SOURCE, self.say, draft.step.endings)
 
 
 def threads_each(rungs: int) -> int:

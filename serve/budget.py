@@ -46,10 +46,6 @@ class Decision(NamedTuple):
     def step_choices(self) -> tuple[int, ...]:
         return tuple(rung.steps for rung in self.choices)
 
-    def steps_of(self, evaluations: int) -> int:
-        """The steps of a row that took so many evaluations."""
-        return self.rung.steps * evaluations // self.rung.nfe
-
     def served_at(self, steps: int) -> "Decision":
         """The decision after the server chose a rung, with the reason if it was not the best."""
         if steps == self.steps:

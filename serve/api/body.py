@@ -33,7 +33,7 @@ from typing_extensions import TypedDict
 from serve.budget import BudgetRequest, Decision, Reason
 from serve.bundle import Method, Metric
 from serve.engine.engine import Engine
-from serve.engine.job import Deadline, Unread
+from serve.engine.job import Deadline, Spent, Unread
 from serve.engine.writing import MAX_SEED
 from serve.errors import (
     BadRequest,
@@ -79,7 +79,7 @@ class Budget(TypedDict):
     steps: Annotated[int, Field(description="Steps taken.")]
     method: Annotated[Method, Field(description="Integration method of a step.")]
     nfe: Annotated[
-        int, Field(description="Evaluations of the model's velocity in those steps: the true cost.")
+        int, Field(description="Evaluations of the model's velocity for the answer: the true cost.")
     ]
     reason: Annotated[
         Reason,
@@ -110,12 +110,12 @@ class Budget(TypedDict):
     ]
 
 
-def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
-    """The budget of this decision; `evaluations` if the row took fewer than its rung has."""
+def budget_of(decision: Decision, spent: Spent | None = None) -> Budget:
+    """The budget of this decision; `spent` if the row may have taken other than its rung has."""
     rung, full = decision.rung, decision.full
-    nfe = rung.nfe if evaluations is None else evaluations
+    steps, nfe = spent or (rung.steps, rung.nfe)
     budget: Budget = {
-        "steps": decision.steps_of(nfe),
+        "steps": steps,
         "method": rung.method,
         "nfe": nfe,
         "reason": decision.reason,

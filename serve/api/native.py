@@ -315,9 +315,9 @@ def _results(
     decision: Decision,
 ) -> list[ClassifyResult] | list[TagResult]:
     answered = [
-        (labelled, one, budget_of(decision.served_at(steps), evaluations))
-        for labelled, steps, evaluations, one in zip(
-            event.rows, event.steps, event.evaluations, inputs, strict=True
+        (labelled, one, budget_of(decision.served_at(steps), spent))
+        for labelled, steps, spent, one in zip(
+            event.rows, event.steps, event.spent, inputs, strict=True
         )
     ]
     if manifest.task == "tag":

@@ -906,8 +906,8 @@ class Inference:
             lambda: self._rows(asked.truncate is not False),
         )
         budgets = [
-            budget_of(submission.decision.served_at(steps), evaluations)
-            for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
+            budget_of(submission.decision.served_at(steps), spent)
+            for steps, spent in zip(event.steps, event.spent, strict=True)
         ]
         columns = self._labels(event, inputs)
         columns["steps"] = [budget["steps"] for budget in budgets]

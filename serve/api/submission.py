@@ -448,7 +448,7 @@ class Submission:
         assert isinstance(event, ClassifiedEvent)
         self._note(self.decision.served_at(min(event.steps)))
         if self.decision.threshold is not None:  # rows that were sure stopped before these steps
-            self.exchange.steps = self.decision.steps_of(min(event.evaluations))
+            self.exchange.steps = min(one.steps for one in event.spent)
         return inputs, event
 
     def _lane(self) -> LaneKey:

@@ -27,6 +27,7 @@ from serve.engine.job import (
     LaneKey,
     Scores,
     Span,
+    Spent,
     State,
     Tags,
     Work,
@@ -105,19 +106,19 @@ class Classification(Work):
         self.deliver = deliver
         self._labelled: list[Labelled | None] = [None] * len(rows)
         self._steps = [0] * len(rows)
-        self._evaluations = [0] * len(rows)
+        self._spent = [Spent(0, 0)] * len(rows)
 
-    def accept(self, row: int, labelled: Labelled, steps: int, evaluations: int) -> None:
+    def accept(self, row: int, labelled: Labelled, steps: int, spent: Spent) -> None:
         """Take a row's answer, its rung and its cost."""
         self._labelled[row] = labelled
         self._steps[row] = steps
-        self._evaluations[row] = evaluations
+        self._spent[row] = spent
 
     def finished(self, span: Span) -> ClassifiedEvent:
         """The answer, once every row has its own."""
         rows = tuple(one for one in self._labelled if one is not None)
         assert len(rows) == len(self._labelled), "a row without an answer"
-        return ClassifiedEvent(rows, tuple(self._steps), tuple(self._evaluations), span)
+        return ClassifiedEvent(rows, tuple(self._steps), tuple(self._spent), span)
 
 
 def classification_of(job: Job) -> Classification:
@@ -254,15 +255,18 @@ class ClassifyLane:
         begun_s, ran_s, rung, found, answers = result
         model, common = self.model, self.model.common
         model.threw = None
-        spent: list[int] = found.evaluations.tolist()
-        model.count_call(rung, "classify", len(answers), sum(spent))
+        spent = [
+            Spent(*one)
+            for one in zip(found.steps.tolist(), found.evaluations.tolist(), strict=True)
+        ]
+        model.count_call(rung, "classify", len(answers), sum(one.evaluations for one in spent))
         deliveries: Deliveries = []
         failures: dict[Job, ServeError] = {}
-        for (job, place), one, count in zip(batch.rows, answers, spent, strict=True):
+        for (job, place), one, cost in zip(batch.rows, answers, spent, strict=True):
             if isinstance(one, ModelFailure):
                 failures[job] = one
             else:
-                classification_of(job).accept(place, one, batch.steps, count)
+                classification_of(job).accept(place, one, batch.steps, cost)
         for job, failure in failures.items():
             model.end(job, FailedEvent(failure), deliveries)
         for job, _ in batch.rows:
@@ -273,10 +277,9 @@ class ClassifyLane:
                 self._observe_queue(job, batch.steps)
                 model.end(job, self._answer(job, ran_s), deliveries)
         if rung.threshold is not None:
-            full = model.nfe(rung.steps)
-            for (job, place), logits, count in zip(batch.rows, found.logits, spent, strict=True):
+            for (job, place), logits, cost in zip(batch.rows, found.logits, spent, strict=True):
                 row = classification_of(job).rows[place]
-                self.rechecks.offer(rung, row, logits, early=count < full)
+                self.rechecks.offer(rung, row, logits, early=cost.steps < rung.steps)
         # Including what follows the call, since the next call waits for that too.
         spent_s = common.clock() - begun_s
         model.cost.observe_usual((self.key, "classify"), spent_s)

@@ -326,7 +326,7 @@ class ClassifyCosts:
         """The cost of a call; few take longer."""
         cost_key = self._cost_keys.get(steps) or self._cost_key_of(steps)
         seconds = self._cost.call_s(cost_key, rows, length)
-        # At worst every row takes all steps.
+        # In the mean a row takes no longer than with all steps.
         if seconds is None and self._key.threshold is not None:
             full = CostKey("classify", steps)
             seconds = self._cost.call_s(full, rows, length)

@@ -329,12 +329,19 @@ class Labelled(NamedTuple):
     readouts: tuple[Scores | Tags, ...] = ()  # after each step, if asked for
 
 
+class Spent(NamedTuple):
+    """What the answer to a row took."""
+
+    steps: int
+    evaluations: int  # of velocities
+
+
 class ClassifiedEvent(NamedTuple):
     """The end of a classification."""
 
     rows: tuple[Labelled, ...]
     steps: tuple[int, ...]  # of the rung that each row ran on
-    evaluations: tuple[int, ...]  # velocity evaluations of each row
+    spent: tuple[Spent, ...]  # by each row, which may be early
     span: Span
 
 

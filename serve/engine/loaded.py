@@ -258,8 +258,8 @@ class EngineModel:
             classifier = self._classifiers[lane.steps] = self.runtime.classifier(lane.steps)
         run = classifier.embed if lane.embeds else classifier.run
         logits = run(rows)  # (B, C), or (B, N, C); of embeddings (B, D)
-        spent = np.full(len(rows), self.nfe(lane.steps), dtype=np.int64)
-        return EarlyAnswers(logits, spent)
+        steps = np.full(len(rows), lane.steps, dtype=np.int64)
+        return EarlyAnswers(logits, steps, np.full(len(rows), self.nfe(lane.steps), dtype=np.int64))
 
     def batches(self, steps: int) -> Batches:
         """The rung that generates or translates at these steps."""

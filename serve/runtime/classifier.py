@@ -14,7 +14,7 @@ import onnxruntime as ort
 from serve.bundle import BundleError, Manifest
 from serve.parts import cut_rows
 from serve.runtime.device import Array
-from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
+from serve.runtime.protocol import EarlyAnswers, FloatArray, IntArray, RowArray
 from serve.runtime.session import StepSessions, check_rows
 
 # The margin of an answer is how far its largest logit is ahead of the second; for a label at each
@@ -75,7 +75,7 @@ class OrtStepClassifier:
         x, beside = self._embed(rows)
         present = present_positions(rows, self._manifest)  # (B, N), of a tagger
         left = np.arange(len(rows))  # (B,): rows that go on
-        evaluations = np.full(len(rows), self._steps, dtype=np.int64)
+        steps = np.full(len(rows), self._steps, dtype=np.int64)
         positions = () if present is None else present.shape[1:]
         shape = (len(rows), *positions, len(self._manifest.labels or ()))
         logits = np.empty(shape, dtype=np.float32)
@@ -85,28 +85,30 @@ class OrtStepClassifier:
             sure = ahead(found, None if present is None else present[left]) >= threshold
             if step + 1 == self._steps:
                 sure[:] = True
-            logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
+            logits[left[sure]], steps[left[sure]] = found[sure], step + 1
             if sure.all():
                 break
             left = left[~sure]
             if sure.any():
                 rest = np.flatnonzero(~sure)
-                x = self._memory.pick(x, rest)
-                y = None if y is None else self._memory.pick(y, rest)
+                if y is None:
+                    x = self._memory.pick(x, rest)
+                else:
+                    y = self._memory.pick(y, rest)
                 beside = {name: self._memory.pick(array, rest) for name, array in beside.items()}
             x = self._step(step, x, beside) if y is None else y
-        return EarlyAnswers(logits, evaluations)
+        return EarlyAnswers(logits, steps, self._spent(steps))
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
         readouts = self._readouts(rows)  # (M, B, ..., C)
-        evaluations = np.full(len(rows), self._steps, dtype=np.int64)
+        steps = np.full(len(rows), self._steps, dtype=np.int64)
         if threshold is not None:
             self._check_jumps()
             sure = ahead(readouts, present_positions(rows, self._manifest)) >= threshold  # (M, B)
             sure[-1] = True
-            evaluations = sure.argmax(axis=0) + 1
-        logits = readouts[evaluations - 1, np.arange(len(rows))]
-        return EarlyAnswers(logits, evaluations * self._sessions.stages, readouts)
+            steps = sure.argmax(axis=0) + 1
+        logits = readouts[steps - 1, np.arange(len(rows))]
+        return EarlyAnswers(logits, steps, self._spent(steps), readouts)
 
     def jumps(self, rows: RowArray) -> FloatArray:
         self._check_jumps()
@@ -143,6 +145,12 @@ class OrtStepClassifier:
         if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
             return y, y
         return self._memory.jumped(x, y, np.array(left, dtype=np.float32)), y
+
+    def _spent(self, steps: IntArray) -> IntArray:
+        """Evaluations of velocities for answers that were read out after each of their steps."""
+        if self._sessions.endings:  # each step but the last is taken again, to go on
+            return 2 * steps - 1
+        return steps * self._sessions.stages
 
     def _check_jumps(self) -> None:
         if self._manifest.method != "euler":
@@ -293,14 +301,17 @@ class ParallelStepClassifier(ParallelClassifier):
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         early = partial(self._steps.early, threshold=threshold)
-        logits, evaluations, _ = zip(*self._splitter.each(early, rows), strict=True)
-        return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
+        logits, steps, spent, _ = zip(*self._splitter.each(early, rows), strict=True)
+        return EarlyAnswers(np.concatenate(logits), np.concatenate(steps), np.concatenate(spent))
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
         traced = partial(self._steps.traced, threshold=threshold)
-        logits, evaluations, readouts = zip(*self._splitter.each(traced, rows), strict=True)
+        logits, steps, spent, readouts = zip(*self._splitter.each(traced, rows), strict=True)
         return EarlyAnswers(
-            np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
+            np.concatenate(logits),
+            np.concatenate(steps),
+            np.concatenate(spent),
+            np.concatenate(readouts, axis=1),
         )
 
     def jumps(self, rows: RowArray) -> FloatArray:

@@ -41,7 +41,8 @@ class EarlyAnswers(NamedTuple):
     """Answers to rows, some of which may have stopped before the last step."""
 
     logits: FloatArray  # (B, C), or (B, N, C)
-    evaluations: IntArray  # (B,): velocity evaluations of each row
+    steps: IntArray  # (B,): of each row's answer
+    evaluations: IntArray  # (B,): of velocities, for each row
     readouts: FloatArray | None = None  # (M, B, ..., C): after each step, if asked for
 
 

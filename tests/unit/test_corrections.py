@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 
@@ -257,11 +258,50 @@ def test_early_answers_are_those_of_endings(run: Path, tmp_path: Path) -> None:
     margins = top[:, -1] - top[:, -2]
     threshold = float(np.sort(margins)[2:4].mean())
     found = classifier.early(rows, threshold)
-    assert sorted(found.evaluations) == [1, 1, 1, 2, 2, 2]
+    assert sorted(found.steps) == [1, 1, 1, 2, 2, 2]
+    # What goes on takes its first step twice: once to be read, once to go on from.
+    assert (found.evaluations == 2 * found.steps - 1).all()
     expected = np.where((margins >= threshold)[:, None], *readouts)
     np.testing.assert_allclose(found.logits, expected, atol=1e-5)
     np.testing.assert_allclose(classifier.traced(rows, threshold).logits, expected, atol=1e-5)
     np.testing.assert_allclose(opened.step_classifier(1).run(rows), readouts[0], atol=1e-5)
+
+
+def test_each_shorter_answer_of_three_steps_has_its_own_ending(tmp_path: Path) -> None:
+    write_folder(tmp_path / "bert", "bert")
+    original = read_original(tmp_path / "bert")
+    torch.manual_seed(0)
+    model = converted(original, 2, 12, (0, 1, 2), 3.0, steps=3, rank=4, ending_rank=2).eval()
+    model.dial, model.full = "time", 3
+    velocity = velocity_of(model)
+    with torch.no_grad():
+        for weight in (*velocity.corrections.parameters(), *velocity.endings.parameters()):
+            weight.normal_(0.0, 0.1)
+        found = model(TOKENS, steps=3, exits=(1, 2))
+        expected = [*found.early, found.logits]
+        for steps in (1, 2, 3):
+            torch.testing.assert_close(model(TOKENS, steps=steps).logits, expected[steps - 1])
+    parts = trace(model, (TOKENS[:1],), (torch.ones(3, 7, dtype=torch.int64),), labelled=True)
+    assert parts.step is not None and parts.graph.endings == 2
+    for steps in (1, 2, 3):
+        session = opened(stitch(parts.graph, "euler", steps))
+        (answer, _) = session.run(None, {"tokens": TOKENS.numpy()})
+        np.testing.assert_allclose(answer, expected[steps - 1], atol=1e-5)
+    embed, step, head = map(opened, stitch_step(parts.graph, parts.step, "euler"))
+    x, *context = embed.run(None, {"tokens": TOKENS.numpy()})
+    beside = dict(zip([one.name for one in embed.get_outputs()][1:], context, strict=True))
+    taken = [one.name for one in step.get_inputs()]
+    size = np.full(2, 1 / 3, np.float32)
+    for count in range(3):
+        given = {"x": x, "h": size} | {k: v for k, v in beside.items() if k in taken}
+        (x,) = step.run(["y"], given | {"t": count * size})
+        (end,) = step.run(["y"], given | {"t": -(count + 1) * size}) if count < 2 else (x,)
+        seen = {one.name: beside.get(one.name, end) for one in head.get_inputs()}
+        np.testing.assert_allclose(head.run(["logits"], seen)[0], expected[count], atol=1e-5)
+
+
+def opened(graph: onnx.ModelProto) -> ort.InferenceSession:
+    return ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")

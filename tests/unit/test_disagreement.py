@@ -151,6 +151,23 @@ def test_a_row_of_positions_is_as_sure_as_the_least_of_them_and_differs_where_an
     assert any(level.threshold is not None for level in calibration.levels)
 
 
+def test_with_endings_going_on_costs_two_evaluations_and_must_be_worth_it() -> None:
+    jumps = population(MIN_ROWS, seed=3)
+    full = len(jumps)
+    with_endings = certify([Jumps(jumps)], "a test", say=pytest.fail, endings=True)
+    assert with_endings is not None
+    kinds = set()
+    for level, before in zip(with_endings.levels, certified(jumps).levels, strict=True):
+        spent = 2 * before.evaluations - 1  # of the same threshold
+        kinds.add(spent <= full)
+        if spent <= full:
+            assert level.threshold == before.threshold
+            assert level.evaluations == pytest.approx(spent)
+        else:
+            assert level.threshold is None and level.evaluations == full
+    assert kinds == {True, False}
+
+
 @pytest.mark.parametrize("rows", [0, MIN_ROWS - 1])
 def test_too_few_rows_certify_nothing_and_say_so(rows: int) -> None:
     said: list[str] = []

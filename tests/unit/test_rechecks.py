@@ -50,7 +50,7 @@ def test_answers_that_differ_from_those_of_all_steps_are_counted(tmp_path: Path)
             lane = LaneKey("sure", "classify", 4, threshold=0.0)
             engine.submit(Job(lane, work, (2,) * PART))
             answer = caller.last()
-            assert isinstance(answer, ClassifiedEvent) and answer.evaluations == (1,) * PART
+            assert isinstance(answer, ClassifiedEvent) and answer.spent == ((1, 1),) * PART
             until_s = time.monotonic() + 30
             while count(metrics.registry, "rechecked") < part + PART:
                 assert time.monotonic() < until_s

@@ -309,7 +309,8 @@ def test_rows_that_are_sure_answer_early_and_the_others_go_on(labeller: OpenedMo
     jumps = classifier.jumps(tokens)  # (4, 12, 2)
     margins = np.abs(jumps[..., 0] - jumps[..., 1])  # (4, 12)
     threshold = float(np.median(margins[0]))
-    logits, evaluations, _ = classifier.early(tokens, threshold)
+    logits, steps, evaluations, _ = classifier.early(tokens, threshold)
+    np.testing.assert_array_equal(steps, evaluations)
     sure = margins >= threshold
     sure[-1] = True
     np.testing.assert_array_equal(evaluations, sure.argmax(0) + 1)
