@@ -187,31 +187,42 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
     return (np.rint(blocked / scales[:, :, None]) + ZERO).astype(np.uint8), scales
 
 
+_MOST_HALF = float(np.finfo(np.float16).max)
+
+
 def to_uneven_bytes(
     matrix: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
     """Bytes (N, blocks, size), scales and least numbers (N, blocks, 1) of a matrix (N, K).
 
-    The least and the greatest number of each block are exact.
+    Scales and least numbers have 16 bits, so rounded that no number of a block is beyond them.
     """
     N, K = matrix.shape
     size = next(size for size in (*UNEVEN_BLOCKS, K) if K % size == 0)
     blocked = matrix.reshape(N, K // size, size)
-    lows = blocked.min(axis=2, keepdims=True)  # (N, blocks, 1)
-    scales = (blocked.max(axis=2, keepdims=True) - lows) / np.float32(LEVELS)
-    scales[scales < np.finfo(np.float32).tiny] = 1  # all of a block is the same
-    return np.rint((blocked - lows) / scales).astype(np.uint8), scales, lows
+    lows = -_rounded_up(-blocked.min(axis=2, keepdims=True))  # (N, blocks, 1)
+    above = blocked - lows.astype(np.float32)
+    scales = _rounded_up(above.max(axis=2, keepdims=True) / np.float32(LEVELS))
+    scales[scales == 0] = 1  # all of a block is the same
+    return np.rint(above / scales.astype(np.float32)).astype(np.uint8), scales, lows
 
 
 def table_to_bytes(
     table: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
     """Bytes (V, blocks, D / blocks) and scales (V, blocks, 1) of a table (V, D)."""
     V, D = table.shape
     blocked = table.reshape(V, D // TABLE_BLOCK if D % TABLE_BLOCK == 0 else 1, -1)
-    scales = np.abs(blocked).max(axis=2, keepdims=True) / np.float32(LARGEST)
-    scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
-    return np.rint(blocked / scales).astype(np.int8), scales
+    scales = _rounded_up(np.abs(blocked).max(axis=2, keepdims=True) / np.float32(LARGEST))
+    scales[scales == 0] = 1  # none but 0
+    return np.rint(blocked / scales.astype(np.float32)).astype(np.int8), scales
+
+
+def _rounded_up(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
+    """The least numbers of 16 bits that are not below these; the largest there is, at most."""
+    near = np.clip(values, -_MOST_HALF, _MOST_HALF).astype(np.float16)
+    up = np.nextafter(near, np.float16(_MOST_HALF))
+    return np.where(near.astype(np.float32) < values, up, near)
 
 
 def looks_up_rows(node: onnx.NodeProto) -> bool:
@@ -296,7 +307,8 @@ class _Quantising:
             node_of("Gather", [f"{name}.bytes", index], rows),  # (B, N, blocks, D / blocks)
             node_of("Cast", [rows], wide, to=onnx.TensorProto.FLOAT),
             node_of("Gather", [f"{name}.scales", index], scales_of),  # (B, N, blocks, 1)
-            node_of("Mul", [wide, scales_of], f"{answer}/blocks"),
+            node_of("Cast", [scales_of], f"{scales_of}/wide", to=onnx.TensorProto.FLOAT),
+            node_of("Mul", [wide, f"{scales_of}/wide"], f"{answer}/blocks"),
             node_of("Reshape", [f"{answer}/blocks", f"{name}.joined"], answer),
         ]
 
@@ -321,9 +333,12 @@ class _Quantising:
         self._make(f"{name}.lows", lows)
         self._make(f"{name}.shape", np.array([matrix.N, matrix.K], dtype=np.int64))
         return [
-            node_of("Cast", [f"{name}.bytes"], f"{name}/wide", to=onnx.TensorProto.FLOAT),
-            node_of("Mul", [f"{name}/wide", f"{name}.scales"], f"{name}/above"),
-            node_of("Add", [f"{name}/above", f"{name}.lows"], f"{name}/blocks"),
+            *(
+                node_of("Cast", [f"{name}.{part}"], f"{name}/{part}", to=onnx.TensorProto.FLOAT)
+                for part in ("bytes", "scales", "lows")
+            ),
+            node_of("Mul", [f"{name}/bytes", f"{name}/scales"], f"{name}/above"),
+            node_of("Add", [f"{name}/above", f"{name}/lows"], f"{name}/blocks"),
             node_of("Reshape", [f"{name}/blocks", f"{name}.shape"], f"{name}/rows"),
             node_of("Transpose", [f"{name}/rows"], name, perm=[1, 0]),
         ]
