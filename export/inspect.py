@@ -43,6 +43,13 @@ def depth_in_words(manifest: Manifest) -> str:
             f"A chain of ODEs x' = f(x, t), one a block, each over [0, {manifest.T:g}], solved "
             f"with {manifest.method} in as many steps as are asked for."
         )
+    if manifest.step is not None and manifest.step.endings:
+        return (
+            "An OT-Transformer: depth is the ODE x' = f(x, t), solved with "
+            f"{manifest.method} in steps of {manifest.step_size(1):g}; the steps share their "
+            "weights, and each further one has a correction of its own. The dial is time: fewer "
+            "steps end earlier, with a step that is corrected once more."
+        )
     if manifest.dial == "time":
         return (
             "An OT-Transformer: depth is the ODE x' = f(x), solved with "

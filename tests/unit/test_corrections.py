@@ -239,6 +239,8 @@ def test_bundles_give_the_answers_of_the_run(
         tmp_path / "bundle", (1, 2), samples=8, latency=False, precision=precision
     )
     bundle = export_run(run, asked, say=lambda _: None)
+    card = (tmp_path / "bundle" / "README.md").read_text(encoding="utf-8")
+    assert "each further one has a correction of its own" in card and "one set" not in card
     near = 1e-4 if precision == "fp32" else 0.1
     opened = open_model(bundle, 1)
     np.testing.assert_allclose(opened.step_classifier(2).jumps(TOKENS.numpy()), expected, atol=near)
