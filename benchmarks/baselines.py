@@ -25,7 +25,7 @@ from train.checkpoint import MODEL, load_run
 from train.convert import TEACHER
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
-from train.metrics import METRICS
+from train.metrics import METRICS, read_metrics
 from train.recipe import load_recipe
 from train.tally import wilson
 
@@ -91,13 +91,13 @@ def discrete_quality(run: Path, data: Path) -> dict[str, Any]:
 
 def training_cost(run: Path) -> dict[str, Any]:
     """Size, iterations, velocity evaluations and CPU seconds of a training run, from its log."""
-    facts = load_run(run)[3]
-    last: dict[str, Any] = {"parameters": facts["parameters"], "iterations": facts["iteration"]}
-    for line in (run / METRICS).read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "cpu_s" in record:
-            last |= {"cpu_s": record["cpu_s"], "evaluations": record["evaluations"]}
-    return last
+    last = _last(run)
+    return {
+        "parameters": load_run(run).facts["parameters"],
+        "iterations": last["iteration"],
+        "cpu_s": last["cpu_s"],
+        "evaluations": last["evaluations"],
+    }
 
 
 def main() -> None:
@@ -141,11 +141,16 @@ def main() -> None:
 
 
 def _ended(run: Path) -> bool:
-    """Whether a run is there and reached its last iteration."""
+    """Whether a run is there and reached its last iteration; what it kept may be an earlier one."""
     if not (run / MODEL).is_file():
         return False
-    _, recipe, _, facts = load_run(run)
-    return bool(facts["iteration"] == recipe.optim.iterations)
+    return bool(_last(run)["iteration"] == load_run(run).recipe.optim.iterations)
+
+
+def _last(run: Path) -> dict[str, Any]:
+    """What the log of a run ends with."""
+    records = read_metrics(run / METRICS)
+    return [record for record in records if "cpu_s" in record][-1]
 
 
 if __name__ == "__main__":

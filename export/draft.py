@@ -1,6 +1,7 @@
 """The manifest of a bundle before anything is measured, and its model card."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,6 @@ def draft_manifest(
     """The manifest with quality and verification still open."""
     c, classifies = recipe.model, traced.task in LABELLING
     translates = traced.task == "translate"
-    kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
     return Manifest(
         name=name,
         task=traced.task,
@@ -92,7 +92,7 @@ def draft_manifest(
         embedding=traced.width if traced.embeds else None,
         card=card,
         provenance={
-            "recipe": kept.to_json(),
+            "recipe": _without_paths(recipe).to_json(),
             "data_sha256": digest,
             "iteration": iteration,
             "torch": torch.__version__,
@@ -112,6 +112,17 @@ def _shape(config: ModelConfig, model: Stepped, traced: Traced) -> Shape:
     if isinstance(model, OtifiedTransformer):
         blocks, heads = model.blocks, model.heads
     return Shape(blocks, heads, max(1, traced.width // heads), traced.width, parameters)
+
+
+def _without_paths(recipe: Recipe) -> Recipe:
+    """The recipe without where files were on the machine of the training."""
+    data, teacher = recipe.data, recipe.teacher
+    tokenizer = Path(data.tokenizer_file).name
+    return dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(data, path="", tokenizer_file=tokenizer),
+        teacher=dataclasses.replace(teacher, run=Path(teacher.run).name),
+    )
 
 
 def step_files(traced: Traced) -> StepFiles | None:

@@ -288,13 +288,18 @@ class EndsApart:
 
 
 class Bound:
-    """A velocity with its context: a function of the state, and of time if it is timed."""
+    """A velocity with its context: a function of the state, and of time if it is timed.
+
+    It counts how often it is evaluated.
+    """
 
     def __init__(self, velocity: nn.Module, context: tuple[Tensor, ...]) -> None:
         self.velocity, self.context = velocity, context
         self.timed: bool = getattr(velocity, "timed", False)
+        self.evaluations = 0
 
     def __call__(self, x: Tensor, *time: float) -> Tensor:
+        self.evaluations += 1
         out: Tensor = self.velocity(x, *self.context, *time)
         return out
 
@@ -302,7 +307,9 @@ class Bound:
         """The velocity of a step that an answer ends with, where it is not that of any other."""
         if not isinstance(self.velocity, EndsApart):
             return None
-        return self.velocity.last(x, t, h, *self.context)
+        v = self.velocity.last(x, t, h, *self.context)
+        self.evaluations += v is not None
+        return v
 
 
 def travel(
@@ -339,7 +346,7 @@ def travel(
             state, spent, passed = integrate(
                 bound, x, method, steps, T, present, observe, checkpoint, exits, backprop
             )
-            evaluations += steps * method_named(method).evaluations
+            evaluations += bound.evaluations
         else:
             state, spent, evaluated = adaptive(one, x, context, T, tolerance, tolerance, present)
             evaluations += evaluated

@@ -88,6 +88,7 @@ def test_every_family_converts_exports_verifies_and_answers(
     manifest = bundle.manifest
     assert manifest.labels == ("bad", "good")
     assert f"Layers of {family}" in (tmp_path / "bundle/README.md").read_text()
+    assert str(made_in) not in (tmp_path / "bundle/manifest.json").read_text()
     codec = TextCodec(bundle)
     tokenizer = transformers.AutoTokenizer.from_pretrained(made_in / family)
     # A text that is too long is cut as the original cuts it, its last special token kept.

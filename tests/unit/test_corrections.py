@@ -161,6 +161,7 @@ def test_a_shorter_answer_ends_with_a_step_of_its_own(tmp_path: Path) -> None:
         with torch.no_grad():
             both, alone = dial(TOKENS, steps=2, exits=(1,)), dial(TOKENS, steps=1)
         torch.testing.assert_close(both.early[0], alone.logits)
+        assert (both.evaluations, alone.evaluations) == (3, 1)
         return [alone.logits, both.logits]
 
     before = answers()
