@@ -235,17 +235,20 @@ def _in_ms(model: str, steps: int) -> str:
 
 
 def _in_time_of_plain() -> str:
-    """The most steps that take no longer than the larger plain model, if both were timed."""
+    """The most steps that take about as long as the larger plain model, if they beat it."""
     request, logic = _REQUESTS["logic"], _bundle("logic").manifest
     plain_ms = _compute_ms("logic-plain4", request, 1)
     timed = {steps: _compute_ms("logic", request, steps) for steps in logic.steps}
-    within = [steps for steps, ms in timed.items() if ms and plain_ms and ms <= plain_ms]
+    within = [steps for steps, ms in timed.items() if ms and plain_ms and ms <= 1.05 * plain_ms]
     if not within or plain_ms is None:
         return ""
     steps = max(within)
+    (_, _), (_, at_large) = _plain_logic()
+    if _quality("logic", steps) <= at_large:
+        return ""
     return (
-        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) and take no longer "
-        f"({timed[steps]:.2f} ms, against {plain_ms:.2f})."
+        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) and take about as "
+        f"long ({timed[steps]:.2f} ms, against {plain_ms:.2f})."
     )
 
 
