@@ -17,14 +17,16 @@ from tests.server_process import ServerProcess, server_process
 
 CONNECTIONS = 8
 SEND_TIMEOUT_S = 1.0
+TOKENS = 100_000  # far more than any machine makes before the timeout
 LAST = "connection: close"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     folders = [classify_bundle().folder, generate_bundle().folder]
-    flags = ("--max-connections", str(CONNECTIONS), "--send-timeout-s", str(SEND_TIMEOUT_S))
-    with server_process(folders, *flags, "--header-timeout-s", "5", cold=True) as running:
+    flags = ["--max-connections", str(CONNECTIONS), "--send-timeout-s", str(SEND_TIMEOUT_S)]
+    flags += ["--header-timeout-s", "5", "--max-tokens", str(TOKENS)]
+    with server_process(folders, *flags, cold=True) as running:
         yield running
         assert 'code="500"' not in httpx.get(f"{running.url}/metrics").text
 
@@ -144,7 +146,7 @@ def test_a_client_that_never_reads_holds_little_memory_and_is_cut_off(
 def test_a_stream_that_nobody_reads_is_cut_off_and_its_work_ends(server: ServerProcess) -> None:
     before = cancelled(server)
     with connect(server, 4096) as connection:
-        connection.sendall(generate(4000, stream=True, logprobs=5))
+        connection.sendall(generate(TOKENS, stream=True))
         wait_for(server, f"stepdial_cancelled_total {before + 1}")
         assert was_cut_off(connection)
 

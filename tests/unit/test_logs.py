@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import select
 import sys
 import time
 
@@ -71,7 +72,11 @@ def test_lines_that_nobody_takes_are_dropped_and_counted_and_the_others_kept() -
     outlet = LineWriter(writing, lambda error: None)
     outlet.open()
     began_s = time.monotonic()
-    for number in range(30_000):
+    for number in range(1000):  # more than the pipe takes
+        outlet.put(f"{number:09} " + "x" * 89)
+    while select.select([], [writing], [], 0)[1]:  # until the writer waits
+        time.sleep(0.001)
+    for number in range(1000, 30_000):
         outlet.put(f"{number:09} " + "x" * 89)
     outlet.flush(0.1)
     assert time.monotonic() - began_s < 5, "it waits for the reader"
