@@ -272,7 +272,7 @@ def _ask(url: str, found: Found, over: threading.Event, number: int) -> None:
             elif answer.status_code == 200 and whole:
                 found.answers += 1
             else:
-                found.lost.append(f"{answer.status_code}: {answer.text[:200]}")
+                found.lost.append(f"{answer.status_code}: {answer.text[-300:]}")
 
 
 def _probe(url: str, found: Found, over: threading.Event) -> None:
