@@ -169,6 +169,7 @@ class Found:
     put_off: int = 0  # told to come back, which loses nothing
     longest_rest_s: float = 0.0  # that a client was told to wait
     lost: list[str] = field(default_factory=list)
+    server_said: str = ""
     probes_s: list[float] = field(default_factory=list)
     failed_probes: list[str] = field(default_factory=list)
     memory_mib: tuple[float, float, float] = (0.0, 0.0, 0.0)  # before, at most, after
@@ -182,6 +183,8 @@ class Found:
         """What does not hold, in words."""
         before, _, after = self.memory_mib
         said = [*self.lost[:5], *self.failed_probes[:5]]
+        if self.lost:
+            said.append(f"the server said: {self.server_said[-2000:]}")
         if self.probe_p99_s > PROBE_S:
             said.append(f"probes took {self.probe_p99_s:.2f} s at the 99th percentile")
         if after - before > MEMORY_MIB:
@@ -244,6 +247,7 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
         shown = httpx.get(f"{health}/metrics", timeout=30).text
         for name in ("stepdial_in_flight", "stepdial_queue_depth", "stepdial_cache_bytes"):
             found.gauges[name] = float(re.findall(rf"\n{name} (\S+)", shown)[0])
+    found.server_said = server.rest_of_output()
     return found
 
 
