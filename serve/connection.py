@@ -210,6 +210,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # since the head began, without the chunk it began in
         self._ignored_bytes = 0
         self._trailers = self._trailer_bytes = 0
+        self._head_is_known = False  # what the parser reads is a head once more
         self._between_bytes = 0  # since the last byte of the body
         self._table = self.everybody
         self._over_limit = False
@@ -261,8 +262,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._between_bytes += self._chunk_bytes
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._end_after_answer()  # the request is answered without the upgrade
+        except httptools.HttpParserUpgrade as offer:
+            self._go_on_without_upgrade(data[offer.args[0] :])
             return
         except httptools.HttpParserError:
             self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
@@ -281,6 +282,22 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._reading == _NOTHING and self._idle:
             self._await_next_request()
 
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Ignore the offer of another protocol, as HTTP allows; the body and more may follow.
+
+        The parser takes such a head for the whole request. A new one, which is told how long the
+        body is, reads the rest.
+        """
+        of_body = (b"content-length", b"transfer-encoding")
+        framing = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name in of_body]
+        version = self.parser.get_http_version().encode()
+        self.parser = httptools.HttpRequestParser(self)
+        self._head_is_known = True
+        self.parser.feed_data(b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(framing)))
+        self._head_is_known = False
+        if rest:
+            self.data_received(rest)
+
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
         """Whether to stay open for a client that sends no more.
 
@@ -297,7 +314,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # Parser
 
+    def on_url(self, url: bytes) -> None:
+        if not self._head_is_known:
+            super().on_url(url)
+
     def on_message_begin(self) -> None:
+        if self._head_is_known:
+            return
         super().on_message_begin()
         self._reading = _HEAD
         self._head_bytes = 0
@@ -307,6 +330,8 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_is_known:
+            return
         if self._reading != _BODY:
             super().on_header(name, value)
             return
@@ -318,6 +343,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._problem
 
     def on_headers_complete(self) -> None:
+        if self._head_is_known:
+            return
         size = self._head_bytes + self._chunk_bytes
         # Perhaps: the chunk may hold other bytes too.
         if size > self.settings.max_header_bytes:
@@ -347,6 +374,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._close()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # only the head is
         super().on_message_complete()
         if self._arriving is not None:
             self._arriving.has_body = True

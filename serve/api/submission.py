@@ -123,6 +123,11 @@ def generation_request(
 # Jobs of the engine.
 
 
+def _window(request: GenerationRequest, served: Served) -> int:
+    """The positions at which the cache of a text is full; 0: never, as for translations."""
+    return 0 if served.manifest.task == "translate" else request.window
+
+
 def generation_job(
     request: GenerationRequest,
     served: Served,
@@ -133,14 +138,15 @@ def generation_job(
 ) -> Job:
     """A text to generate, or to translate with beams."""
     made = Translation if request.num_beams > 1 else Generation
-    positions = len(request.prompt)
-    if served.manifest.task != "translate":  # of which only the source is cached
-        positions = min(positions + request.max_tokens, request.window)
+    positions, window = len(request.prompt), _window(request, served)
+    if window:  # of a translation only the source is cached
+        positions = min(positions + request.max_tokens, window)
     return Job(
         lane=LaneKey(served.key, _kind(request), steps),
         work=made(request, served.codec, deliver),
         lengths=(len(request.prompt),),
         positions=positions,
+        window=window,
         deadline=deadline,
         tokens_left=request.max_tokens,
         beams=request.num_beams,
@@ -468,7 +474,10 @@ class Submission:
             steps = self.engine.steps_for(
                 LaneKey(self.served.key, _kind(first), self.decision.steps),
                 self.decision.step_choices,
-                GenerationSize(longest, first.max_tokens, len(requests), first.num_beams),
+                GenerationSize(
+                    *(longest, first.max_tokens, len(requests), first.num_beams),
+                    _window(first, self.served),
+                ),
                 self.deadline,
             )
             self.decision = self.decision.served_at(steps)

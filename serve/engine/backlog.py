@@ -43,11 +43,32 @@ class GenerationSize(NamedTuple):
     tokens: int  # to generate, at most, for each
     jobs: int = 1
     beams: int = 1  # of each
+    window: int = 0  # cached positions, at most; 0: as many as there are tokens
 
     @property
     def length(self) -> int:
         """The length of each, on average over its tokens."""
-        return self.prompt + self.tokens // 2
+        within = self._within
+        behind = self.tokens - within
+        # A full cache goes on with its last half.
+        positions = within * (self.prompt + within // 2) + behind * (self.window * 3 // 4)
+        return positions // max(1, self.tokens)
+
+    @property
+    def rereads(self) -> int:
+        """How often each fills the window, whose last half is read again."""
+        behind = self.tokens - self._within
+        return -(-behind // (self.window - self.reread)) if behind else 0
+
+    @property
+    def reread(self) -> int:
+        """The tokens that are read again."""
+        return self.window // 2
+
+    @property
+    def _within(self) -> int:
+        """The tokens of each until its window is full."""
+        return min(self.tokens, max(0, self.window - self.prompt)) if self.window else self.tokens
 
 
 class ModelBacklog:
@@ -224,7 +245,11 @@ class ModelBacklog:
         return -(-size.jobs // self._max_rows) * (size.tokens - 1)
 
     def _prompts_s(self, key: LaneKey, size: GenerationSize) -> float:
-        return self._cost.prompts_s(key, size.jobs * size.prompt, size.jobs)
+        """The time to read prompts, and what full windows keep."""
+        seconds = self._cost.prompts_s(key, size.jobs * size.prompt, size.jobs)
+        if again := size.jobs * size.rereads:
+            seconds += self._cost.prompts_s(key, again * size.reread, again)
+        return seconds
 
 
 def tokens_until_slot(load: LaneLoad, max_rows: int) -> float:
@@ -309,7 +334,9 @@ class Backlog:
             if model_backlog is None:
                 self._check_classified(job, job.deadline, now_s)
             else:
-                size = GenerationSize(job.lengths[0], job.tokens_left, len(jobs), job.beams)
+                size = GenerationSize(
+                    job.lengths[0], job.tokens_left, len(jobs), job.beams, job.window
+                )
                 self._check_written(model_backlog, job.lane, size, job.deadline, now_s)
         self._check_wait(now_s, len(jobs), jobs[0].deadline)
 

@@ -90,6 +90,7 @@ class Job:
     work: Work
     lengths: tuple[int, ...]  # tokens of each row; a generation has one row, its prompt
     positions: int = 0  # the most cached positions of a generation or search
+    window: int = 0  # positions at which a generation's cache is full; 0: never
     may_pad: bool = True  # whether rows may be padded to the length of others
     deadline: Deadline | None = None
     choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending

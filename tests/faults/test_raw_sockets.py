@@ -14,9 +14,11 @@ from tests.faults.raw_http import (
     divided,
     error_code,
     exchange,
+    get,
     head,
     one_answer,
     status,
+    until_closed,
 )
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
@@ -110,6 +112,43 @@ def test_a_body_in_another_coding_is_a_501(server: ServerProcess, coding: str) -
     assert status(exchange(server, head(None, *twice) + body)) == 501
     plain = exchange(server, head(None, "Transfer-Encoding: Chunked") + body)
     assert status(plain) == 200
+
+
+# Java's HttpClient and `curl --http2` offer HTTP/2 with every first request of a connection.
+_OFFERS = [
+    ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAAB"),
+    ("connection: upgrade", "upgrade: websocket"),
+]
+
+
+@pytest.mark.parametrize("offer", _OFFERS, ids=["h2c", "websocket"])
+@pytest.mark.parametrize("parted", [False, True], ids=["whole", "parted"])
+def test_an_offer_of_another_protocol_is_ignored(
+    server: ServerProcess, offer: tuple[str, ...], parted: bool
+) -> None:
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+    sent = [
+        head(len(GOOD), *offer) + GOOD,
+        head(None, *offer, "transfer-encoding: chunked") + chunks,
+        get("/health/ready", *offer),
+        get("/health/ready", "connection: close"),
+    ]
+    pieces = [b"".join(sent)]
+    if parted:  # within heads and bodies
+        pieces = [pieces[0][start : start + 50] for start in range(0, len(pieces[0]), 50)]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.005 * parted)
+        received = until_closed(connection, 5)
+    assert received.count(b"HTTP/1.1 200") == 4, received
+    assert received.count(b'"results"') == received.count(b'"ready"') == 2
+
+
+def test_a_body_behind_an_offer_is_limited(server: ServerProcess) -> None:
+    large = head(2**30, *_OFFERS[0])
+    assert status(exchange(server, large)) == 413
+    assert exchange(server, head(1000, *_OFFERS[0]), GOOD, wait_s=2)[:12] in (b"", b"HTTP/1.1 408")
 
 
 def test_requests_in_one_piece_are_answered_in_order(server: ServerProcess) -> None:

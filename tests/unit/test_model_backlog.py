@@ -29,3 +29,29 @@ def test_prompts_are_read_one_by_one_and_rows_decode_together(
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)
     assert model_backlog.idle_s(KEY, asked) == expected_s
     assert model_backlog.ready_s(KEY, asked) >= reads_s + tokens_s
+
+
+def test_a_text_longer_than_the_window_is_as_long_as_what_is_cached() -> None:
+    window = 16
+    cached, reads = [], 0
+    positions = PROMPT
+    for _ in range(1000):
+        if positions == window:  # goes on with its last half
+            positions, reads = window // 2, reads + 1
+        positions += 1
+        cached.append(positions)
+    asked = GenerationSize(PROMPT, 1000, window=window)
+    assert asked.length == pytest.approx(sum(cached) / 1000, abs=1)
+    assert (asked.rereads, asked.reread) == (reads, window // 2)
+    within = GenerationSize(PROMPT, window - PROMPT, window=window)
+    assert (within.length, within.rereads) == (PROMPT + (window - PROMPT) // 2, 0)
+    assert within.length == within._replace(window=0).length
+
+
+def test_what_a_full_window_keeps_is_read_again(model_backlog: ModelBacklog) -> None:
+    long = GenerationSize(PROMPT, 100, window=20)  # 10 within, then 9 times 10
+    each_s = model_backlog._cost.prompts_s(KEY, 10, 1)
+    line = model_backlog._cost.token(KEY, 1)
+    expected_s = 10 * each_s + 99 * (line[0] + line[1] * long.length) + IDLE_ANSWER_S
+    assert long.length == 15
+    assert model_backlog.idle_s(KEY, long) == pytest.approx(expected_s, rel=1e-6)
