@@ -18,7 +18,7 @@ from serve.bundle import (
     check_file,
     read_bundle,
 )
-from serve.errors import UnknownModel, WrongTask
+from serve.errors import UnknownModel, WrongInput, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
 from serve.runtime import Device, Model, open_model
@@ -139,7 +139,7 @@ class Catalog:
     ) -> Served:
         """The model with this name; without a name, the first one for the first of these tasks.
 
-        Models that take this kind of input are preferred.
+        It takes this kind of input; WrongInput if none does.
         """
         if name is not None:
             found = self.find(name)
@@ -151,16 +151,18 @@ class Catalog:
                     endpoint=_ENDPOINTS[own],
                 )
             return found
-        able = None
-        for task in tasks:
-            for one in self:
-                if one.manifest.task != task:
-                    continue
-                if kind is None or one.manifest.input.kind == kind:
-                    return one
-                able = able or one
-        if able is not None:
-            return able
+        able = [one for task in tasks for one in self if one.manifest.task == task]
+        for one in able:
+            if kind is None or one.manifest.input.kind == kind:
+                return one
+        if able:
+            first = able[0]
+            raise WrongInput(
+                f"no served model takes {kind}; the first, {first.name}, takes "
+                f"{first.manifest.input.kind}",
+                param="input",
+                input=first.manifest.input.kind,
+            )
         names = [served.name for served in self]
         raise UnknownModel(
             f"no model that can {tasks[0]} is served; there are: {', '.join(names)}",

@@ -45,10 +45,10 @@ def problem_of_head(settings: Settings, url: bytes, headers: Sized, size: int) -
     if len(headers) > settings.max_headers:
         return HeadersTooLarge(f"a request may have {settings.max_headers} headers: send fewer")
     most_bytes = settings.max_header_bytes
-    if size <= most_bytes:
-        return None
     if len(url) > most_bytes // 2:
         return UrlTooLong("the URL is too long: send what it holds in the body")
+    if size <= most_bytes:
+        return None
     return HeadersTooLarge(f"the headers are larger than {most_bytes} bytes: send less")
 
 

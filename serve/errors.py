@@ -237,7 +237,7 @@ class DeadlineLapsed(ServeError):
         written = {} if text is None else {"text": text}
         super().__init__(
             f"the answer was not complete within {given_s * 1000:g} ms: send the request again "
-            "with a later deadline_ms, or with fewer min_steps",
+            "with a later deadline_ms, or ask for less, such as fewer steps",
             param="deadline_ms",
             **written,
         )

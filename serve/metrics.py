@@ -113,7 +113,8 @@ class Metrics:
         )
         self.queue_seconds = self._seconds(
             "queue",
-            "Time that a request waited in the queue before its first model call.",
+            "Time that a request, or each of its texts to generate, waited in the queue before its "
+            "first model call.",
             "model steps",
         )
         self.first_token_seconds = self._seconds(
@@ -133,7 +134,10 @@ class Metrics:
         )
         self.tokens = self._counter("tokens", "Tokens generated.", "model")
         self.steps = self._counter(
-            "steps", "Steps taken, summed over the rows of every model call.", "model kind"
+            "steps",
+            "Steps taken, summed over the rows of every model call; an early answer counts what it "
+            "evaluated.",
+            "model kind",
         )
         self.evaluations = self._counter(
             "velocity_evaluations",

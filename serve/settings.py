@@ -121,8 +121,9 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """port to listen on; 0 takes a free one"""
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """second port that answers only /health, /health/live, /health/ready and /metrics, with
-    connection limits of its own, so that clients cannot crowd out probes; 0 takes a free one"""
+    """second port that answers only /metrics, /health and what is below it, and /v2/health/live
+    and /v2/health/ready, with connection limits of its own, so that clients cannot crowd out
+    probes; 0 takes a free one"""
     health_host: str | None = None
     """address of --health-port (default: the one of --host)"""
     zoo: Path = _PROJECT / "zoo"

@@ -209,7 +209,7 @@ class ModelList(Answer):
     """All models that are served."""
 
     object: Literal["list"] = Field(default="list", description="Always `list`.")
-    data: list[ModelCard] = Field(description="The models, in the order in which they were loaded.")
+    data: list[ModelCard] = Field(description="The models, in the order in which their names came.")
 
 
 _NO_MODEL = "No model with this name is served."
@@ -223,7 +223,7 @@ def model_routes(engine: Engine) -> APIRouter:
         "/v1/models",
         summary="List the served models",
         response_model=ModelList,
-        response_description="Every model, in the order in which they were loaded.",
+        response_description="Every model, in the order in which their names came.",
     )
     async def models() -> Response:
         ready = engine.readiness

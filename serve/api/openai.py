@@ -82,7 +82,7 @@ from serve.errors import (
     WrongTask,
 )
 from serve.exchange import Exchange, Route, ThisExchange
-from serve.inputs.chat import ChatTemplate, Messages
+from serve.inputs.chat import ChatTemplate, Message, Messages
 from serve.inputs.rows import MAX_INPUTS, Text, Texts, read_items
 from serve.inputs.text import TextCodec, TooLong
 from serve.middleware import error_body
@@ -606,6 +606,12 @@ class OpenAIFields(SamplingFields):
     logit_bias: Annotated[
         Any, NeutralOnly(({},), "leave it out", "Not supported: must be empty.")
     ] = None
+    min_p: Annotated[
+        Any, NeutralOnly((0,), "leave it out, or send top_p", "Not supported: must be 0.")
+    ] = None
+    repetition_penalty: Annotated[
+        Any, NeutralOnly((1,), "leave it out, or send 1", "Not supported: must be 1.")
+    ] = None
     user: str | None = Field(None, description="Accepted and ignored.")
 
     @property
@@ -1061,6 +1067,13 @@ def _chats_of(served: Served) -> ChatTemplate:
     return served.chat
 
 
+def _read_chat(messages: Sequence[Message], chats: ChatTemplate, codec: TextCodec) -> list[int]:
+    """The prompt that a chat is."""
+    for index, message in enumerate(messages):  # what is wrong is said of what was sent
+        codec.check_characters(message.content, f"messages[{index}].content")
+    return codec.encode_prompt(chats.prompt(messages), "messages")
+
+
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
     """The text in front of each answer."""
     return [
@@ -1269,7 +1282,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
                 exchange,
                 sum(len(message.content) for message in asked.messages),
                 submission.deadline,
-                lambda: served.codec.encode_prompt(chats.prompt(asked.messages), "messages"),
+                lambda: _read_chat(asked.messages, chats, served.codec),
             )
         response_format = ChatFormat(asked.alternatives is not None)
         answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)

@@ -394,8 +394,8 @@ class Engine:
             for job, lane in zip(jobs, lanes, strict=True):
                 self._jobs.add(job, lane, now_s)
                 self._changed = True
-                if job.deadline is not None:
-                    self.metrics.deadlines.labels(job.lane.name).inc()
+            if jobs[0].deadline is not None:
+                self.metrics.deadlines.labels(jobs[0].lane.name).inc()
         self._waker.ask()
 
     def check_unread(self, wait_s: float, deadline: Deadline | None) -> None:
@@ -588,13 +588,16 @@ class Engine:
     def _lapse(self, jobs: Iterable[Job]) -> Deliveries:
         """End jobs whose deadline has passed or cannot be met."""
         deliveries: Deliveries = []
+        requests: set[tuple[str, object]] = set()  # each may have several jobs
         for job in jobs:
             assert job.deadline is not None
             text = job.work.text if isinstance(job.work, Generation) else None
             if self._jobs.end(job):
-                self.metrics.lapsed.labels(job.lane.name).inc()
+                requests.add((job.lane.name, job.request_id or job))
                 error = DeadlineLapsed(job.deadline.given_s, text)
                 deliveries.append((job.work.deliver, FailedEvent(error)))
+        for name, _ in requests:
+            self.metrics.lapsed.labels(name).inc()
         return deliveries
 
     def _end_all(self, error: ServeError) -> Deliveries:

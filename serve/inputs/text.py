@@ -384,7 +384,7 @@ class TextCodec:
         self, text: str, known: Mapping[str, int], param: str, head: int, tail: int
     ) -> Encoded:
         """Encodes texts whose tokens are characters; a long text can be cut before encoding."""
-        self._check_characters(text, known, param)
+        self.check_characters(text, param)
         if len(text) <= head + tail:
             return Encoded([known[character] for character in text])
         kept = text[:head] + text[len(text) - tail :]
@@ -431,8 +431,10 @@ class TextCodec:
             **known,
         )
 
-    def _check_characters(self, text: str, known: Mapping[str, int], param: str) -> None:
-        if known.keys() >= set(text):
+    def check_characters(self, text: str, param: str) -> None:
+        """Unprocessable, naming the first, if a character is outside a vocabulary of characters."""
+        known = self._characters
+        if known is None or known.keys() >= set(text):
             return
         index, character = next(
             (index, character) for index, character in enumerate(text) if character not in known

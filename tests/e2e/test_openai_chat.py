@@ -212,6 +212,8 @@ def test_fields_that_change_nothing_are_taken(raw: httpx.Client) -> None:
         "presence_penalty": 0,
         "frequency_penalty": 0.0,
         "logit_bias": {},
+        "min_p": 0,
+        "repetition_penalty": 1.0,
         "store": False,
         "service_tier": "auto",
         "metadata": {"a": "b"},

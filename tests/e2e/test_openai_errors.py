@@ -66,6 +66,14 @@ def asks(number: int) -> dict[str, Any]:
         (COMPLETIONS, {"presence_penalty": False}, "presence_penalty", "send 0"),
         (COMPLETIONS, {"frequency_penalty": -1}, "frequency_penalty", "send 0"),
         (COMPLETIONS, {"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+        (COMPLETIONS, {"min_p": 0.1}, "min_p", "send top_p"),
+        (COMPLETIONS, {"repetition_penalty": 1.1}, "repetition_penalty", "send 1"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "naïve"}]},
+            "messages[1].content",
+            "'ï' (U+00EF) at index 2",
+        ),
         (COMPLETIONS, {"stream_options": {}}, "stream_options", "send stream: true"),
         (
             COMPLETIONS,
@@ -118,7 +126,7 @@ def asks(number: int) -> dict[str, Any]:
             "messages[0].tool_calls",
             "leave it out",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "ï"}]}, "messages", "U+00EF"),
+        (CHAT, {"messages": [{"role": "user", "content": "ï"}]}, "messages[0].content", "U+00EF"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "call no tools"),
         (CHAT, {"functions": [{}]}, "functions", "call no tools"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "call no tools"),

@@ -156,6 +156,16 @@ def test_a_text_that_is_late_comes_as_far_as_it_got() -> None:
             time.sleep(0.002)
 
 
+def test_a_late_request_of_several_texts_is_one() -> None:
+    with fake_server() as server:
+        server.mood.fail = lambda kind, tokens: time.sleep(0.02)
+        body = {"prompt": "abc", "max_tokens": 400, "n": 3, "deadline_ms": 300}
+        error(post(server, "/v1/completions", body), 504, "deadline_lapsed")
+        server.wait_for()
+        assert server.metric("stepdial_deadlines_total", model="tiny-generate") == 1
+        assert server.metric("stepdial_lapsed_total", model="tiny-generate") == 1
+
+
 def test_a_whole_answer_that_is_late_is_a_504_with_what_was_written() -> None:
     with fake_server() as server:
         server.mood.fail = lambda kind, tokens: time.sleep(0.02)

@@ -132,6 +132,13 @@ def test_a_field_in_the_url_is_told_where_it_belongs(
     assert client.post(f"{CLASSIFY}?api-version=7&=&%ff", json=TEXT).status_code == 200
 
 
+def test_a_kind_of_input_that_no_model_takes(client: httpx.Client) -> None:
+    body = {"input": {"points": [[0.1, 0.2, 0.3]]}}
+    error = refused(client.post(CLASSIFY, json=body), 422, "wrong_input")
+    assert error["message"] == "no served model takes points; the first, tiny-classify, takes text"
+    assert (error["param"], error["input"]) == ("input", "text")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [

@@ -68,6 +68,8 @@ def test_a_client_of_http_1_0_needs_no_host(server: ServerProcess) -> None:
         (head(14, "y" * 10**5 + ": x") + GOOD, (431, "headers_too_large")),
         (get("/" + "a" * HEADER_BYTES), (414, "url_too_long")),
         (get("/?" + "a" * 10**6), (414, "url_too_long")),
+        (get("/" + "a" * (HEADER_BYTES // 2)), (414, "url_too_long")),
+        (get("/" + "a" * (HEADER_BYTES // 2 - 1), "connection: close"), (404, "not_found")),
         (b"G" * 10**6, (400, "bad_http")),
         (b"\x00\x01\x02", (400, "bad_http")),
         (head(5, "content-length: 6") + b"12345", (400, "bad_http")),
