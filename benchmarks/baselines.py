@@ -21,8 +21,7 @@ import numpy as np
 
 from benchmarks.lab import BASELINES, Provenance
 from train import classifier_report
-from train.checkpoint import MODEL, load_run
-from train.convert import TEACHER
+from train.checkpoint import MODEL, TEACHER_RUN, load_run
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
 from train.metrics import METRICS, read_metrics
@@ -127,7 +126,7 @@ def main() -> None:
         if _ended(arguments.runs / name):
             found["any_step"] = training_cost(arguments.runs / name)
             print(f"{name}, any step: {found['any_step']}")
-        teacher = arguments.runs / name / TEACHER
+        teacher = arguments.runs / name / TEACHER_RUN
         if _ended(teacher):
             quality = discrete_quality(teacher, arguments.data / folder)
             found["original"] = quality | training_cost(teacher)

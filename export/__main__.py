@@ -16,7 +16,11 @@ from train.interrupt import in_words, reader_gone
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:  # argparse would list all commands, not the options of this one
+        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
+        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
+        return 2
     # A supervisor's SIGTERM ends an export as Ctrl-C does: with nothing left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -133,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def say(line: str) -> None:
     """Print what is done now, also where output is a file or a pipe."""
-    print(line, flush=True)
+    print(f"{line}\n", end="", flush=True)  # in one write: threads say things too
 
 
 def _add_plain(parser: argparse.ArgumentParser) -> None:

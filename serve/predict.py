@@ -35,7 +35,11 @@ _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot write
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:  # argparse would list all commands, not the options of this one
+        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
+        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
+        return 2
     # SIGTERM ends it as Ctrl-C does: with nothing left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -138,7 +142,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         _opened(standard or arguments.input) as source,
         _reading(name),
     ):
-        by_number = all(column.isdigit() for column in arguments.text or [""])
+        by_number = all(column.isdecimal() for column in arguments.text or [""])
         lines: Iterator[str] = source
         if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
             lines, separator = _separated(source, separator)
@@ -236,6 +240,9 @@ def _words(row: dict[str, Any], columns: list[str], where: str) -> list[str]:
     cells = [row.get(column) for column in columns]  # lines of JSON may leave one out
     if len(cells) == 1 and isinstance(cells[0], list):
         return [str(word) for word in cells[0]]
+    for column, cell in zip(columns, cells, strict=True):
+        if isinstance(cell, dict | list):
+            raise ValueError(f"{where}: {column} is no text: {json.dumps(cell)[:60]}")
     # What is missing is null or NaN, the only value that does not equal itself.
     return " ".join(str(cell) for cell in cells if cell is not None and cell == cell).split(" ")
 
@@ -269,7 +276,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 def _columns(model: "LocalModel", first: dict[str, Any], name: str) -> list[str]:
     """Those of the texts where none are named: as in training, or `text` if those had no names."""
     columns = _trained_on(model)
-    if not all(column.isdigit() for column in columns):
+    if not all(column.isdecimal() for column in columns):
         return columns
     if "text" in first:
         return ["text"]
@@ -334,7 +341,10 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not UTF-8 ({error.reason}); convert it first") from None
+        raise ValueError(
+            f"{name}: not UTF-8 ({error.reason}); convert it first, as in "
+            "`iconv -f latin1 -t utf-8 old > new`"
+        ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from None
 

@@ -28,7 +28,11 @@ MOST_STEPS = 1000  # of one answer
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:  # argparse would list all commands, not the options of this one
+        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
+        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
+        return 2
     try:
         status = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
@@ -101,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate",
         help="quality of a run at each step count",
         description="Print and plot quality and straightness against steps on the held-out split.",
+        epilog="A bundle has options of its own: `stepdial evaluate BUNDLE --help`.",
     )
     look.add_argument("run", type=Path, metavar="RUN")
     look.add_argument("--steps", help="step counts (default 1, 2, 4, ... and the full one)")
@@ -185,9 +190,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         default="",
         help="whose data settings and card are used (default: classifier; of a decoder text)",
     )
-    parser.add_argument(
-        "--blocks", default="2", help="layers to keep, or `all` with --steps 1 (default 2)"
-    )
+    parser.add_argument("--blocks", default="2", help="layers to keep, or `all` (default 2)")
     parser.add_argument(
         "--layers",
         help="which layers, e.g. 0,5 (default: as far apart as can be); with --rank those of each "
@@ -280,6 +283,11 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.teacher:
         overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)
+    if recipe.data.kind not in ("table", "tags") and (arguments.text or arguments.label):
+        raise RecipeError(
+            f"--text and --label name columns of a table, and {recipe.name} reads none: leave them "
+            "out, or `stepdial train classifier`"
+        )
     folder = arguments.out or Path("runs") / recipe.name
 
     from train.classifier_report import Baseline

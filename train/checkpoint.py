@@ -29,6 +29,7 @@ from train.recipe import Recipe, recipe_from
 RECIPE, TOKENIZER = "recipe.json", "tokenizer.json"
 MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"
 AVERAGED = "averaged"  # a folder of weights, by iteration
+TEACHER_RUN = "teacher"  # a folder: the run of a teacher that was trained for this one
 BEST, TAUGHT = "best.safetensors", "taught.safetensors"
 
 
@@ -64,9 +65,23 @@ def start_run(
     write_atomically(folder / RECIPE, json.dumps(content, indent=2).encode())
 
 
+def check_out(folder: Path) -> None:
+    """Refuse a folder that holds something else than a run, whose files would be replaced."""
+    if not folder.is_dir() or (folder / RECIPE).exists():
+        return
+    begun = {TOKENIZER, TEACHER_RUN}  # of a run that was ended before it had a recipe
+    others = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if foreign := sorted(set(others) - begun):
+        raise RunError(
+            f"{folder} holds {foreign[0]} and is no run, so nothing is trained there: choose "
+            "another --out"
+        )
+
+
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """One training in a folder at a time; the lock goes with the process, however it ends."""
+    check_out(folder)
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +148,21 @@ def check_same_data(folder: Path, digest: str) -> None:
             f"{folder} was started on other data than this: choose another --out, or pass the data "
             "it was started with to go on"
         )
+
+
+def note_places(folder: Path, recipe: Recipe) -> None:
+    """Write down where the data and the teacher are now: they may have moved."""
+    facts = read_facts(folder)
+    kept = facts["recipe"]
+    places = {"data": {"path": recipe.data.path}, "teacher": {"run": recipe.teacher.run}}
+    moved = {
+        section: kept[section] | place
+        for section, place in places.items()
+        if section in kept and any(place.values()) and kept[section] | place != kept[section]
+    }
+    if moved:
+        facts["recipe"] = kept | moved
+        write_atomically(folder / RECIPE, json.dumps(facts, indent=2).encode())
 
 
 def check_same_teacher(folder: Path, teacher: Path | None) -> None:

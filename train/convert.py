@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import STATE, RunError, load_run, read_facts
+from train.checkpoint import STATE, TEACHER_RUN, RunError, check_out, load_run, read_facts
 from train.data import open_dataset, training_texts
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
@@ -36,7 +36,6 @@ from train.pretrained import (
 from train.recipe import Recipe, load_recipe, overridden
 from train.vocabulary import pruned
 
-TEACHER = "teacher"  # its run, inside that of the dial
 ENDINGS = 2  # the rank of a step that a shorter answer ends with is so small a part of the others
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
 SEEN = 4  # batches that corrections are fitted to before training
@@ -76,6 +75,7 @@ def convert(
     `begin` is called when the data can be read, before anything is trained.
     """
     request = _with_window(request)
+    check_out(folder)
     original = find_original(model)
     count = original.sizes.layers
     layers = request.layers or _layers(request, count)
@@ -95,7 +95,7 @@ def convert(
             print(f"the training texts use {after:,} of {before:,} pieces of the vocabulary")
     teacher = request.teacher
     if teacher is None and not whole:
-        teacher = folder / TEACHER
+        teacher = folder / TEACHER_RUN
         # What is wrong with the second run is said before the first, which may take hours.
         check_layers(original, layers)
         table = _table_of_run(original, base, layers, teacher, request)
@@ -104,8 +104,19 @@ def convert(
         begin = None
     if not quiet and not whole:
         form = "a stack" if request.steps == (1,) else f"a dial of {_joined(request.steps)} steps"
-        print(f"training {form} of the layers {_joined(layers)}: {folder}", flush=True)
+        begin = _saying(f"training {form} of the layers {_joined(layers)}: {folder}", begin)
     return _train(original, base, folder, layers, teacher, request, quiet, begin)
+
+
+def _saying(line: str, begin: Begin | None) -> Begin:
+    """Print a line when the data can be read, and begin."""
+
+    def say(recipe: Recipe) -> None:
+        print(line, flush=True)
+        if begin is not None:
+            begin(recipe)
+
+    return say
 
 
 def _layers(request: Conversion, count: int) -> tuple[int, ...]:
@@ -151,7 +162,7 @@ def _with_window(request: Conversion) -> Conversion:
     given = [each.removeprefix(key) for each in request.overrides if each.startswith(key)]
     if not given or request.max_tokens:
         return request
-    if not given[-1].isdigit():
+    if not given[-1].isdecimal():
         raise PretrainedError(f"--set {key}{given[-1]}: write a whole number")
     others = tuple(each for each in request.overrides if not each.startswith(key))
     return dataclasses.replace(request, max_tokens=int(given[-1]), overrides=others)
@@ -284,7 +295,7 @@ def _train_whole(
     begin: Begin | None,
 ) -> None:
     if not quiet:
-        print(f"fine-tuning {original.name}, the teacher: {folder}", flush=True)
+        begin = _saying(f"fine-tuning {original.name}, the teacher: {folder}", begin)
     of_teacher = ("data.", "run.", "optim.class_weights")
     shared = tuple(each for each in request.overrides if each.startswith(of_teacher))
     whole = Conversion(steps=(1,), epochs=request.teacher_epochs, overrides=shared)

@@ -34,7 +34,9 @@ from train.checkpoint import (
     load_teacher,
     lock_run,
     new_model,
+    note_places,
     read_best,
+    read_facts,
     read_tokenizer,
     save_best,
     save_checkpoint,
@@ -43,7 +45,7 @@ from train.checkpoint import (
     write_atomically,
 )
 from train.corrections import check_steps
-from train.data import open_dataset
+from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset
 from train.data.labelled import LabelledDataset
 from train.devices import Devices, move_state
@@ -168,7 +170,9 @@ def train(
         first = Reached()
         if resumed:
             check_same_data(folder, dataset.digest)
+            check_same_meaning(dataset, recipe, read_facts(folder))
             check_same_teacher(folder, master)
+            note_places(folder, recipe)
             first = load_checkpoint(folder, model, optimiser)
             move_state(optimiser)
         else:

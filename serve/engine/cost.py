@@ -15,6 +15,9 @@ from serve.parts import count_parts
 
 _SURPRISE = 0.35  # larger errors of a call count as this
 _SPEED_WEIGHT, _LASTING_WEIGHT = 0.12, 0.02  # of the newest call, for now and in the long term
+# The present speed returns to the usual one by this part with each call. Else noise of the calls of
+# one curve would move the speed without end, which only that curve could make up for.
+_RETURN = 0.01
 # The caution rises and falls so that this share of calls takes longer than predicted with it.
 _LATE_SHARE, _LATE_STEP, _MOST_CAUTION = 0.05, 0.02, 2.0
 _LOWER = 0.9  # factor on caution and speed after a refusal without need
@@ -24,6 +27,8 @@ _FIXED_SHARE = 0.1  # of a call's cost, before anything is known
 _LEAST = 1e-12  # least cost of a token
 _KNOWN_CALLS = 24  # calls of a curve before its errors count for the machine's speed
 _ROUNDS = 100  # of the first fit
+_NOTHING_KNOWN = 1.0, 0.0, 0.0, 1.0, 0.0, 1.0  # a symmetric 3 x 3 matrix, by rows
+_ROUNDING = 1e-13
 _SCALE = 1000.0  # keeps products of tokens near 1
 # Few answers take longer than predicted to leave.
 _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04
@@ -136,6 +141,7 @@ class Cost:
         self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
         if curve.seen >= _KNOWN_CALLS:  # else the curve is to blame
             self._speed *= 1 + _SPEED_WEIGHT * max(-_SURPRISE, min(_SURPRISE, error))
+            self._speed **= 1 - _RETURN
             self._lasting += _LASTING_WEIGHT * (self._speed - self._lasting)
         curve.learn(rows, length, seconds / self._speed)
 
@@ -222,7 +228,7 @@ class _CostCurve:
         # Factors are scaled by what would explain the whole call. Without data each may be wrong by
         # one such unit; what was learned decays back to that.
         self._parts = [seconds / feature for feature in features]
-        self._known = 1.0, 0.0, 0.0, 1.0, 0.0, 1.0  # a symmetric 3 x 3 matrix, by rows
+        self._known = _NOTHING_KNOWN
 
     def seconds(self, rows: int, length: int) -> float:
         a, b, c = self.factors  # asked on every request: no call to _features
@@ -271,7 +277,11 @@ class _CostCurve:
         self._known = uu, uv, uw, vv, vw, ww
         uu_, uv_, uw_ = vv * ww - vw * vw, uw * vw - uv * ww, uv * vw - uw * vv
         vv_, vw_, ww_ = uu * ww - uw * uw, uv * uw - uu * vw, uu * vv - uv * uv
-        gain = weight * error / (uu * uu_ + uv * uv_ + uw * uw_)
+        determinant = uu * uu_ + uv * uv_ + uw * uw_
+        if determinant <= _ROUNDING * uu * vv * ww:  # nothing but rounding is left of it
+            self._known = _NOTHING_KNOWN
+            return
+        gain = weight * error / determinant
         base += base_part * gain * (uu_ * u + uv_ * v + uw_ * w)
         token += token_part * gain * (uv_ * u + vv_ * v + vw_ * w)
         cached += cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)

@@ -64,6 +64,54 @@ def test_a_training_ends_with_classes_and_a_bag_of_words(
         assert int(cells[4]) == sum(map(int, cells[5:]))
 
 
+def test_a_run_goes_on_with_a_table_that_has_moved_and_reports_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "optim.iterations=1") == 0
+    moved = tmp_path / "moved.csv"
+    (tmp_path / "table.csv").rename(moved)
+    (tmp_path / "table.csv").write_text("body,topic\nother words,else\nmore words,other\n" * 9)
+    words = ["train", "classifier", "--data", str(moved), "--text", "body", "--label", "topic"]
+    flags = [part for one in (*TINY, "optim.iterations=1") for part in ("--set", one)]
+    capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path / "run"), *flags]) == 0
+    assert "60 held-out rows" in capsys.readouterr().out
+    assert load_run(tmp_path / "run").recipe.data.path == str(moved)
+
+
+def test_a_run_does_not_go_on_with_other_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "optim.iterations=1") == 0
+    table = tmp_path / "table.csv"
+    text = table.read_text()
+    assert text.count(",good") and text.count(",bad")
+    table.write_text(text.replace(",good", ",1").replace(",bad", ",0"))
+    words = ["train", "classifier", "--data", str(table), "--text", "body", "--label", "topic"]
+    flags = [part for one in (*TINY, "optim.iterations=1") for part in ("--set", one)]
+    assert main([*words, "--out", str(tmp_path / "run"), *flags]) == 2
+    assert "has the classes 0, 1, but the model was trained on bad, good" in capsys.readouterr().err
+
+
+def test_columns_are_refused_where_no_table_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some words " * 500)
+    words = ["train", "text", "--data", str(text), "--label", "topic", "--out", str(tmp_path / "x")]
+    assert main(words) == 2
+    assert "--text and --label name columns of a table, and text reads none" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_unknown_option_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "run", "--jsn", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "stepdial evaluate: unrecognized arguments: --jsn x; see `stepdial evaluate -h`\n"
+    )
+
+
 def test_a_model_that_learnt_nothing_is_warned_of_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,3 +246,32 @@ def test_what_is_known_of_one_way_is_taken_for_the_other(seen: int) -> None:
     other = 12 if seen == 2 else 2
     assert model.knows(FULL)
     assert model.call_s(FULL, other, 64) == pytest.approx(in_parts(other, 64), rel=0.4)
+
+
+@pytest.mark.parametrize(("late", "noise"), [(0.0, 0.3), (0.1, 0.1)])
+def test_what_runs_alone_for_very_long_does_not_upset_other_steps(
+    late: float, noise: float
+) -> None:
+    one, eight = CostKey("decode", 1), CostKey("decode", 8)
+    model, chance = Cost(), random.Random(4)
+    for length in range(10, 250):
+        model.observe(one, 1, length, 0.001)
+        model.observe(eight, 1, length, 0.008)
+    for number in range(60_000):
+        slow = 3 if chance.random() < late else 1
+        seconds = 0.001 * slow * chance.lognormvariate(0, noise)
+        model.observe(one, 1, 10 + number % 240, seconds)
+        if number % 1000 == 999:
+            said = model.call_s(eight, 1, 100) or 0
+            assert 0.65 <= said / 0.008 <= 1.6, number
+
+
+def test_a_curve_of_which_only_rounding_is_left_begins_anew() -> None:
+    model = Cost()
+    model.observe(FULL, 1, 20, 0.01)
+    curve = model._curves[FULL]
+    curve._known = (1e16,) * 6
+    curve.learn(1, 20, 0.012)
+    for _ in range(50):
+        model.observe(FULL, 1, 20, 0.012)
+    assert model.call_s(FULL, 1, 20) == pytest.approx(0.012, rel=0.05)

@@ -139,6 +139,15 @@ def test_what_cannot_be_predicted_is_said(
     assert said in capsys.readouterr().err
 
 
+def test_what_is_no_text_is_not_labelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"text": "Stocks fell"}\n{"text": {"a": 1}}\n')
+    assert main(["predict", str(ZOO / "topics"), "--input", str(lines), "--text", "text"]) == 2
+    assert 'in.jsonl, line 2: text is no text: {"a": 1}' in capsys.readouterr().err
+
+
 def test_without_a_name_of_a_column_a_table_with_a_header_is_read_by_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,24 @@ def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
         train(tiny_label_recipe(), tmp_path, quiet=True)
 
 
+def test_a_folder_with_other_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # a model of the Hub
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(RunError, match=r"holds config\.json and is no run"):
+        train(tiny_label_recipe(), tmp_path, quiet=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("config.json", "model.safetensors", "tokenizer.json"), "mine"
+    )
+
+
+def test_a_run_that_was_killed_before_it_had_a_recipe_begins_again(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".recipe.json.tmp").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    train(tiny_label_recipe(), tmp_path, quiet=True)
+    assert load_run(tmp_path).model is not None
+
+
 @pytest.mark.parametrize("where", ["iterate", "watch", "_save"])
 def test_an_interrupt_anywhere_resumes_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

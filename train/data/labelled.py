@@ -159,7 +159,10 @@ def _lines(path: Path) -> list[str]:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+        raise DataError(
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
+            "`iconv -f latin1 -t utf-8 old > new`"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
     return lines[:-1] if lines[-1] == "" else lines

@@ -46,7 +46,10 @@ def read_table(config: DataConfig, name: str) -> Rows:
                 _row(record, config, f"{path}, {at}") for at, record in _records(file, path, config)
             ]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+        raise DataError(
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
+            "`iconv -f latin1 -t utf-8 old > new`"
+        ) from None
     except (*UNREADABLE, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     kept = [row for row in rows if row[0].strip()]
@@ -55,7 +58,7 @@ def read_table(config: DataConfig, name: str) -> Rows:
     if not kept:
         raise DataError(f"{path}: no rows")
     label, others = kept[0][1], kept[1:]
-    by_number = all(column.isdigit() for column in (*config.text, config.label))
+    by_number = all(column.isdecimal() for column in (*config.text, config.label))
     if by_number and others and not config.values and all(label != one for _, one in others):
         raise DataError(
             f"{path}: no other row has the label of the first one, {label!r}. If that is a header, "
@@ -110,7 +113,7 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
     csv.field_size_limit(LONGEST_CELL)
     lines, separator = _separated(file, separator)
     rows = _cells(csv.reader(lines, delimiter=separator, strict=True), path)
-    by_number = all(column.isdigit() for column in (*config.text, config.label))
+    by_number = all(column.isdecimal() for column in (*config.text, config.label))
     header = None if by_number else [name.strip() for name in next(rows, [])]
     for column in (*config.text, config.label):
         if header is not None and header.count(column) > 1:

@@ -59,7 +59,10 @@ def read_tags(config: DataConfig, name: str) -> list[Tagged]:
             else:
                 rows = list(_from_conll(lines, config, str(path)))
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+        raise DataError(
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
+            "`iconv -f latin1 -t utf-8 old > new`"
+        ) from None
     except UNREADABLE as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not rows:
@@ -84,8 +87,8 @@ def _from_json(line: str, config: DataConfig, where: str) -> Tagged:
 def _from_conll(
     lines: Iterator[tuple[int, str]], config: DataConfig, where: str
 ) -> Iterator[Tagged]:
-    at = config.text[0] if config.text[0].isdigit() else "0"
-    label_at = config.label if config.label.lstrip("-").isdigit() else "-1"  # the last column
+    at = config.text[0] if config.text[0].isdecimal() else "0"
+    label_at = config.label if config.label.lstrip("-").isdecimal() else "-1"  # the last column
     words: list[str] = []
     labels: list[str | None] = []
     for number, line in lines:
