@@ -5,8 +5,8 @@
 #
 # DATA holds tinyshakespeare/input.txt, imdb/{train,test}.jsonl.xz, ag_news/*.csv.gz and mnist/; the
 # data of `logic` is made on the spot. MINILM is the folder of all-MiniLM-L6-v2, as the Hub has it.
-# Every training uses one thread, those of `sentiment` two; killed at any moment, the same command
-# goes on from its checkpoint.
+# Every training uses one thread, those of `sentiment` and `topics` two; killed at any moment, the
+# same command goes on from its checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 data=$1
@@ -21,9 +21,9 @@ reviews=(--max-tokens 256 --set data.head=64 --set data.tail=192 --set run.threa
 
 stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" --out "$runs/shakespeare"
 stepdial convert "$minilm" --recipe sentiment --data "$data/imdb" --out "$runs/sentiment" \
-    --rank 44 --teacher-epochs 2 --epochs 1 "${reviews[@]}"
+    --rank 44 --teacher-epochs 2 --epochs 1 "${reviews[@]}" --set optim.endings=0
 stepdial convert "$minilm" --recipe topics --data "$data/ag_news" --out "$runs/topics" \
-    --max-tokens 80 --teacher-epochs 3 --epochs 3
+    --rank 44 --max-tokens 80 --teacher-epochs 3 --epochs 3 --set run.threads=2
 stepdial train mnist-any --data "$data/mnist" --out "$runs/digits"
 stepdial train logic --out "$runs/logic" \
     --set steps.schedule=fixed --set optim.iterations=3500
@@ -39,7 +39,7 @@ stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" \
 stepdial convert "$minilm" --recipe sentiment --data "$data/imdb" --out "$runs/sentiment-discrete" \
     --steps 1 --epochs 1 "${reviews[@]}" --teacher "$runs/sentiment/teacher"
 stepdial convert "$minilm" --recipe topics --data "$data/ag_news" --out "$runs/topics-discrete" \
-    --max-tokens 80 --steps 1 --epochs 3 --teacher "$runs/topics/teacher"
+    --max-tokens 80 --steps 1 --epochs 3 --set run.threads=2 --teacher "$runs/topics/teacher"
 
 for model in shakespeare digits; do
     stepdial export "$runs/$model" --out "zoo/$model" --steps 1,2,4,8 \

@@ -322,6 +322,9 @@ def _train(
     epoch = max(1, _rows(dataset, first.model.window) // at_once)
     iterations = max(1, round(request.epochs * epoch))
     table["optim"] |= {"iterations": iterations, "warmup": max(1, round(0.06 * iterations))}
+    if request.rank:
+        table["optim"]["endings"] = endings = _endings(request, first, iterations)
+        table["optim"]["iterations"] += endings
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
     recipe = _overridden(table, request, original)
     steps = max(request.steps) if request.rank else 1
@@ -330,6 +333,14 @@ def _train(
     model = _model(original, recipe, dataset, form, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)
     return recipe
+
+
+def _endings(request: Conversion, first: Recipe, iterations: int) -> int:
+    """The iterations in which only endings learn: a third more, unless a setting says otherwise."""
+    given = {each.partition("=")[0] for each in request.overrides}
+    if "optim.endings" in given:
+        return first.optim.endings
+    return first.optim.iterations // 4 if "optim.iterations" in given else iterations // 3
 
 
 def _table_of_run(

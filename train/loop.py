@@ -23,6 +23,7 @@ from tqdm import tqdm
 from train.checkpoint import (
     STATE,
     Reached,
+    RunError,
     average_checkpoints,
     check_resumable,
     check_same_data,
@@ -166,6 +167,7 @@ def train(
         model.backprop = recipe.steps.backprop
         if recipe.steps.solver == "adaptive":
             model.tolerance = recipe.steps.tolerance
+        check_endings(model, recipe)
         optimiser = make_optimiser(model, recipe.optim)
         first = Reached()
         if resumed:
@@ -231,7 +233,14 @@ def _master(
     return teacher
 
 
+ENDINGS = "velocity.endings."  # what the names of their parameters begin with
 PACE = "pace"  # of a group of parameters: how many times the learning rate it learns at
+
+
+def check_endings(model: Stepped, recipe: Recipe) -> None:
+    """Refuse to train endings of a model that has none."""
+    if recipe.optim.endings and not any(n.startswith(ENDINGS) for n, _ in model.named_parameters()):
+        raise RunError("optim.endings is for models of `convert --rank`: leave it out")
 
 
 def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
@@ -242,7 +251,7 @@ def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
     for name, parameter in model.named_parameters():
         inside = name.startswith(("embed.blocks.", "embed.project."))  # of a prelude
         matrix = parameter.dim() >= 2 and (inside or not name.startswith("embed"))
-        ending = name.startswith("velocity.endings.")
+        ending = name.startswith(ENDINGS)
         (endings if ending else decayed if matrix else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay, PACE: 1.0},
@@ -259,11 +268,14 @@ def learning_rate(iteration: int, recipe: Recipe) -> float:
     Or times the inverse square root of the iteration, which is 1 where the warm-up ends.
     """
     config = recipe.optim
+    iterations = config.iterations - config.endings
+    if iteration >= iterations:  # anew, for the endings alone
+        iteration, iterations = iteration - iterations, config.endings
     warm = min(1.0, (iteration + 1) / config.warmup) if config.warmup else 1.0
     if config.schedule == "inverse-sqrt":
         first = max(1, config.warmup)
         return warm * config.lr * min(1.0, math.sqrt(first / (iteration + 1)))
-    done = progress(iteration, config.iterations, steps_of(recipe))
+    done = progress(iteration, iterations, steps_of(recipe))
     if config.schedule == "drops":
         return warm * config.lr * 0.1 ** sum(done >= drop for drop in config.drops)
     share = 0.5 * (1 + math.cos(math.pi * done))
@@ -280,10 +292,13 @@ class Best:
         self.folder, self.config = folder, config
         self.value, self.iteration = read_best(folder)
 
-    def note(self, iteration: int, validation: dict[str, float], model: Stepped) -> None:
+    def note(
+        self, iteration: int, validation: dict[str, float], model: Stepped, anyway: bool = False
+    ) -> None:
+        """Keep the weights if they are the best so far, or anyway."""
         values = [value if "accuracy" in key else -value for key, value in validation.items()]
         value = sum(values) / len(values)
-        if value > self.value:
+        if anyway or value > self.value:
             self.value, self.iteration = value, iteration
             save_best(self.folder, model, value, iteration)
 
@@ -355,9 +370,16 @@ class TrainingLoop:
         shown: dict[str, str] = {}
         best = Best(self.folder, recipe.run) if recipe.run.keep == "best" else None
         with self._log(first) as log, closing(bar), listen() as interrupt:
+            last_stage = optim.iterations - optim.endings
             for iteration in range(first, optim.iterations):
+                if iteration >= last_stage:
+                    self._hold_all_but_endings()
+                if iteration == last_stage and best is not None:
+                    best.restore(self.model)
                 over = best is not None and self.devices.main and best.is_over(iteration)
-                if best is not None and self.devices.any(over):
+                if best is not None and self.devices.any(over) and not iteration >= last_stage:
+                    if optim.endings:
+                        continue  # with the endings
                     bar.close()
                     if not self.quiet and self.devices.main:
                         print(f"stopped early: no improvement since iteration {best.iteration}")
@@ -369,7 +391,10 @@ class TrainingLoop:
                     record |= self.watch()
                     record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
                     if best is not None:
-                        best.note(done, record["validation"], self.model)
+                        # Endings are kept as they end: the rate has fallen to nothing by then,
+                        # and some thousand rows cannot tell them from what they were.
+                        kept = last and bool(optim.endings)
+                        best.note(done, record["validation"], self.model, anyway=kept)
                 if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
                     shown |= _shown(record)  # an evaluation is shown until the next
@@ -388,6 +413,11 @@ class TrainingLoop:
             average_checkpoints(self.folder, optim.average)
         if best is not None and self.devices.main:
             best.restore(self.model)
+        self.model.requires_grad_(True)
+
+    def _hold_all_but_endings(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name.startswith(ENDINGS))
 
     def _done(self, iteration: int) -> float:
         """The share of the training's cost that is behind when an iteration starts."""

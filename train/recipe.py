@@ -184,6 +184,8 @@ class OptimConfig:
     # Passes over the rows of a table. Training ends after them if that is before `iterations`, and
     # never before FEWEST iterations. 0: `iterations` alone counts.
     epochs: float = 0.0
+    # Of a model of `convert --rank`: so many of the iterations, the last, only the endings learn.
+    endings: int = 0
     batch: int = 32
     accumulate: int = 1
     lr: float = 1e-3
@@ -470,6 +472,9 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         )
         >= 1,
         "optim.epochs must not be negative": optim.epochs >= 0,
+        "optim.endings must be from 0 to below optim.iterations": (
+            0 <= optim.endings < optim.iterations
+        ),
         "optim.lr and clip must be above 0 (a huge clip is none)": min(optim.lr, optim.clip) > 0,
         "optim.beta2 must be in [0, 1), and weight_decay not negative": 0 <= optim.beta2 < 1
         and optim.weight_decay >= 0,

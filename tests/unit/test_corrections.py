@@ -19,13 +19,14 @@ from export.pieces import with_branches
 from export.run import ExportRequest, export_run
 from export.trace import Traced, trace
 from serve.runtime import open_model
+from tests.fixtures.tiny_runs import tiny_label_recipe
 from tests.pretrained_folders import write_folder, write_table
 from train.blocks import BlockVelocity
-from train.checkpoint import load_run
+from train.checkpoint import RunError, load_run
 from train.convert import Conversion, convert
 from train.corrections import CorrectedVelocity, LowRank, check_steps, moments_of
 from train.evaluate import evaluate_run
-from train.loop import TrainingLoop
+from train.loop import TrainingLoop, train
 from train.model import Stepped
 from train.pretrained import (
     ConvertedTransformer,
@@ -453,6 +454,47 @@ def test_more_steps_than_there_are_repeat_the_last(run: Path, tmp_path: Path) ->
     np.testing.assert_allclose(opened.classifier(4).run(TOKENS.numpy()), expected, atol=1e-4)
     in_steps = opened.step_classifier(4).jumps(TOKENS.numpy())[-1]
     np.testing.assert_allclose(in_steps, expected, atol=1e-4)
+
+
+@pytest.mark.long
+def test_at_the_end_only_endings_learn(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("run.keep=last", "run.patience=0", "run.evaluate_every=1", "optim.endings=3")
+    request = dataclasses.replace(
+        REQUEST, teacher=run / "teacher", overrides=(*REQUEST.overrides, *overrides)
+    )
+    iterate = TrainingLoop.iterate
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    rates: list[float] = []
+    models: list[Stepped] = []
+
+    def noting(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
+        weights = loop.model.state_dict()
+        seen[iteration] = {name: weight.clone() for name, weight in weights.items()}
+        record = iterate(loop, iteration)
+        rates.append(record["lr"])
+        models.append(loop.model)
+        return record
+
+    monkeypatch.setattr(TrainingLoop, "iterate", noting)
+    convert(
+        str(run.parent / "bert"), tmp_path / "run", request, str(run.parent / "table.csv"), True
+    )
+    kept = load_run(tmp_path / "run")
+    first = kept.recipe.optim.iterations - 3
+    after = kept.model.state_dict()
+    moved = {name for name, weight in after.items() if not torch.equal(weight, seen[first][name])}
+    assert moved and all(name.startswith("velocity.endings.") for name in moved)
+    before = {n for n, weight in seen[first].items() if not torch.equal(weight, seen[0][n])}
+    assert any(not name.startswith("velocity.endings.") for name in before)
+    assert rates[first] > rates[first - 1]  # begins anew
+    assert all(weight.requires_grad for weight in models[-1].parameters())
+
+
+def test_endings_are_of_conversions_only(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"optim\.endings is for models of"):
+        train(tiny_label_recipe("optim.endings=2"), tmp_path, quiet=True)
 
 
 @pytest.mark.long
