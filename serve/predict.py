@@ -342,8 +342,8 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name}: not UTF-8 ({error.reason}); convert it first, as in "
-            "`iconv -f latin1 -t utf-8 old > new`"
+            f"{name}: not UTF-8 ({error.reason}); convert it first, as in: "
+            "iconv -f latin1 -t utf-8 old > new"
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from None

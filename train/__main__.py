@@ -286,7 +286,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if recipe.data.kind not in ("table", "tags") and (arguments.text or arguments.label):
         raise RecipeError(
             f"--text and --label name columns of a table, and {recipe.name} reads none: leave them "
-            "out, or `stepdial train classifier`"
+            "out, or train the recipe classifier"
         )
     folder = arguments.out or Path("runs") / recipe.name
 

@@ -160,8 +160,8 @@ def _lines(path: Path) -> list[str]:
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
-            "`iconv -f latin1 -t utf-8 old > new`"
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
+            "iconv -f latin1 -t utf-8 old > new"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None

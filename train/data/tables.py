@@ -47,8 +47,8 @@ def read_table(config: DataConfig, name: str) -> Rows:
             ]
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
-            "`iconv -f latin1 -t utf-8 old > new`"
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
+            "iconv -f latin1 -t utf-8 old > new"
         ) from None
     except (*UNREADABLE, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None

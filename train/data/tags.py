@@ -60,8 +60,8 @@ def read_tags(config: DataConfig, name: str) -> list[Tagged]:
                 rows = list(_from_conll(lines, config, str(path)))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in "
-            "`iconv -f latin1 -t utf-8 old > new`"
+            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
+            "iconv -f latin1 -t utf-8 old > new"
         ) from None
     except UNREADABLE as error:
         raise DataError(f"{path} cannot be read: {error}") from None
