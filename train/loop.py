@@ -370,14 +370,14 @@ class TrainingLoop:
         shown: dict[str, str] = {}
         best = Best(self.folder, recipe.run) if recipe.run.keep == "best" else None
         with self._log(first) as log, closing(bar), listen() as interrupt:
-            last_stage = optim.iterations - optim.endings
+            last_stage, held = optim.iterations - optim.endings, list[nn.Parameter]()
             for iteration in range(first, optim.iterations):
-                if iteration >= last_stage:
-                    self._hold_all_but_endings()
+                if iteration >= last_stage and not held:
+                    held = self._hold_all_but_endings()
                 if iteration == last_stage and best is not None:
                     best.restore(self.model)
                 over = best is not None and self.devices.main and best.is_over(iteration)
-                if best is not None and self.devices.any(over) and not iteration >= last_stage:
+                if best is not None and self.devices.any(over) and iteration < last_stage:
                     if optim.endings:
                         continue  # with the endings
                     bar.close()
@@ -413,11 +413,16 @@ class TrainingLoop:
             average_checkpoints(self.folder, optim.average)
         if best is not None and self.devices.main:
             best.restore(self.model)
-        self.model.requires_grad_(True)
+        for parameter in held:
+            parameter.requires_grad_(True)
 
-    def _hold_all_but_endings(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name.startswith(ENDINGS))
+    def _hold_all_but_endings(self) -> list[nn.Parameter]:
+        """Let nothing else learn; what did."""
+        named = self.model.named_parameters()
+        held = [one for name, one in named if one.requires_grad and not name.startswith(ENDINGS)]
+        for parameter in held:
+            parameter.requires_grad_(False)
+        return held
 
     def _done(self, iteration: int) -> float:
         """The share of the training's cost that is behind when an iteration starts."""
