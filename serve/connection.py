@@ -5,10 +5,12 @@ and notices a disconnect.
 """
 
 import asyncio
+import fcntl
 import ipaddress
 import json
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable, Sequence, Sized
 from functools import lru_cache
@@ -515,7 +517,14 @@ class LimitedProtocol(HttpToolsProtocol):
     # Making room
 
     def may_go(self) -> bool:
-        return self.transport.get_write_buffer_size() == 0
+        return self.transport.get_write_buffer_size() == 0 and not self._unread()
+
+    def _unread(self) -> bool:
+        """Whether bytes have come that were not read yet: of a next request, perhaps."""
+        opened = self.transport.get_extra_info("socket")
+        if opened is None or opened.fileno() < 0:
+            return False
+        return any(fcntl.ioctl(opened.fileno(), termios.FIONREAD, bytes(4)))
 
     def make_room(self) -> None:
         self.count_eviction()

@@ -4,10 +4,12 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
+from serve.connection import LimitedProtocol
 from tests.faults.raw_http import (
     GOOD,
     complete,
@@ -195,3 +197,25 @@ def test_time_counts_from_when_a_request_came_not_from_when_its_turn_came(
         json.loads(answer.partition(b"\r\n\r\n")[2])["timing"] for answer in (first, second)
     ]
     assert spent_ms[1]["total_ms"] > spent_ms[0]["total_ms"] + 0.5 * spent_ms[1]["compute_ms"]
+
+
+def test_a_connection_whose_next_request_has_come_is_not_closed_to_make_room() -> None:
+    client, opened = socket.socketpair()
+
+    class Transport:
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def get_extra_info(self, name: str) -> socket.socket:
+            return opened
+
+    connection: Any = object.__new__(LimitedProtocol)
+    connection.transport = Transport()
+    assert connection.may_go()
+    client.sendall(get("/health"))  # which nobody has read yet
+    assert not connection.may_go()
+    opened.recv(65536)
+    assert connection.may_go()
+    opened.close()
+    client.close()
+    assert connection.may_go()
