@@ -184,7 +184,8 @@ class OptimConfig:
     # Passes over the rows of a table. Training ends after them if that is before `iterations`, and
     # never before FEWEST iterations. 0: `iterations` alone counts.
     epochs: float = 0.0
-    # Of a model of `convert --rank`: so many of the iterations, the last, only the endings learn.
+    # Only for `convert --rank`: the number of iterations, at the end, in which the endings learn
+    # and all other weights stay as they are. They count as part of `iterations`.
     endings: int = 0
     batch: int = 32
     accumulate: int = 1
