@@ -69,5 +69,5 @@ WORKDIR /app
 USER 10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 CMD \
-    ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ.get('STEPDIAL_HEALTH_PORT') or os.environ['STEPDIAL_PORT']}/health/ready\", timeout=2)"]
+    ["python", "-c", "import os, urllib.request as u; u.build_opener(u.ProxyHandler({})).open(f\"http://127.0.0.1:{os.environ.get('STEPDIAL_HEALTH_PORT') or os.environ['STEPDIAL_PORT']}/health/ready\", timeout=2)"]
 ENTRYPOINT ["stepdial", "serve"]

@@ -85,8 +85,6 @@ def _measure(
     wanted = max(5 / (1 - max(shares)), _LEAST_REQUESTS)
     chosen_s = duration_s_of(options)
     seconds = min(max(chosen_s, wanted / rate_per_s), _LONGER * chosen_s)
-    bounds_ms = [limit.bound for limit in objective.limits if limit.of_requests]
-    drain_s = options.answer_timeout if options.drain is None else options.drain
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     point = Namespace(
@@ -97,7 +95,7 @@ def _measure(
             "duration": f"{max(math.ceil(seconds / 2), 1)}s",
             "pause": 0.0,
             "warm_up": max(options.warm_up, _WARM_UP_S),
-            "drain": min(drain_s, max(2 * max(bounds_ms, default=0.0) / 1e3, 2.0)),
+            "drain": drain_s_of(options, objective),
             "seed": options.seed + number,
             "out": str(report),
         }
@@ -110,6 +108,16 @@ def _measure(
             f"the test at {rate_per_s:.4g}/s ended with status {ending.status} and no report"
         )
     return _point(rate_per_s, json.loads(report.read_text(encoding="utf-8")))
+
+
+def drain_s_of(options: argparse.Namespace, objective: Objective) -> float:
+    """How long to wait for the last answers."""
+    drain_s: float = options.answer_timeout if options.drain is None else options.drain
+    if any(limit.what != "latency" for limit in objective.limits):
+        return drain_s
+    # An answer later than this has missed them all anyway.
+    slowest_ms = max((limit.bound for limit in objective.limits), default=0.0)
+    return min(drain_s, max(2 * slowest_ms / 1e3, 2.0))
 
 
 def _point(rate_per_s: float, record: dict[str, Any]) -> Point:

@@ -125,8 +125,7 @@ def _verdict(limit: Limit, outcomes: Sequence[Outcome]) -> Verdict:
 def _measured(limit: Limit, outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
     """What the limit is about, with the moment at which each request was due."""
     if limit.what == "itl":
-        right = [one for one in outcomes if one.error is None]
-        return [(one.started_s, gap) for one in right for gap in one.gaps_ms]
+        return _gaps([one for one in outcomes if ENDPOINTS[one.operation.endpoint].streams])
     values: list[tuple[float, float | None]]
     if limit.what == "error_share":
         values = [(one.started_s, float(one.error is not None)) for one in outcomes]
@@ -136,6 +135,15 @@ def _measured(limit: Limit, outcomes: Sequence[Outcome]) -> list[tuple[float, fl
     else:
         values = [(one.started_s, _time_ms(limit.what, one)) for one in outcomes]
     return [(at_s, value) for at_s, value in values if value is not None]
+
+
+def _gaps(streams: Sequence[Outcome]) -> list[tuple[float, float]]:
+    """The times between tokens; a stream that failed counts as one that waits for each of them."""
+    right = [one for one in streams if one.error is None]
+    gaps = [(one.started_s, gap) for one in right for gap in one.gaps_ms]
+    usual = max(round(len(gaps) / len(right)), 1) if right else 1
+    failed = [one for one in streams if one.error is not None]
+    return gaps + [(one.started_s, math.inf) for one in failed for _ in range(usual)]
 
 
 def _time_ms(what: str, outcome: Outcome) -> float | None:

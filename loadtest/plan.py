@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -248,10 +249,13 @@ class Plan:
             due, short = None, self.interrupted
         else:
             begin_s = now_s if self.begin_s is None else self.begin_s
-            until_s = (self.ended_s or now_s) - begin_s
+            due = sum(self.due_of.values())
+            # After the last request nothing more is due: the rest of the time is a part of it.
+            complete = self.ended_s is not None and due >= len(self.schedule.shots)
+            until_s = math.inf if complete else (self.ended_s or now_s) - begin_s
             whole = [stage.until(until_s) for stage in self.schedule.stages]
             stages = [stage for stage in whole if stage.duration_s > 0] or whole[:1]
-            due, short = sum(self.due_of.values()), until_s < self.schedule.length_s
+            short = until_s < self.schedule.length_s
         health = judge(
             [one.lag_ms for one in counted],
             due,

@@ -119,6 +119,7 @@ def parse_levels(text: str) -> tuple[Rate, ...]:
     return tuple(parse_rates(text)) if text else ()
 
 
+SHORTEST_S = 1.0  # of requests that are all due at once, as a trace may have them
 RAMP_PARTS = 8  # a ramp is reported in so many parts of different rates
 
 
@@ -187,12 +188,14 @@ class Scheduler:
         levels = [(rate, only) for rate in rates for only in operations]
         for number, (rate, only) in enumerate(levels):
             arrivals, duration_s = self._level(rate, str(number))
-            for part in self._parts(rate, arrivals, duration_s):
+            parts = self._parts(rate, arrivals, duration_s)
+            for part in parts:
                 self._stages.append(
                     Stage(self._at_s + part.begin_s, part.duration_s, part.rate_per_s, only)
                 )
-                within = _between(arrivals, part.begin_s, part.begin_s + part.duration_s)
-                self._add(within, len(self._stages) - 1, only)
+                # A trace may end with the level: its last requests are due then.
+                end_s = math.inf if part is parts[-1] else part.begin_s + part.duration_s
+                self._add(_between(arrivals, part.begin_s, end_s), len(self._stages) - 1, only)
             self._at_s += duration_s
             if number < len(levels) - 1:
                 self._at_s += terms.pause_s
@@ -202,16 +205,20 @@ class Scheduler:
         """What is due at one rate, and how long that takes."""
         duration_s, most = self._terms.duration_s, self._terms.requests
         if most is None:
-            return self._arrivals(rate, duration_s, name, None), duration_s
+            arrivals = self._arrivals(rate, duration_s, name, None)
+            return arrivals, duration_s if rate else self._until_end(arrivals, duration_s)
         if self._terms.shape == "replay" and rate:  # stretched to it exactly
             duration_s = min(duration_s, most / rate.mean_per_s)
             return self._arrivals(rate, duration_s, name, None), duration_s
         arrivals = self._arrivals(rate, duration_s, name, most + 1)
         if len(arrivals) > most:  # it lasts until the next would have been due
-            return arrivals[:most], arrivals[most].at_s
-        if math.isinf(duration_s):  # a trace that holds no more
-            duration_s = arrivals[-1].at_s
-        return arrivals, duration_s
+            return arrivals[:most], arrivals[most].at_s or SHORTEST_S
+        return arrivals, duration_s if rate else self._until_end(arrivals, duration_s)
+
+    def _until_end(self, arrivals: Sequence[Entry], duration_s: float) -> float:
+        """How long a trace takes at its own pace: no longer than it is."""
+        whole = len(arrivals) == len(self._trace)
+        return min(duration_s, arrivals[-1].at_s or SHORTEST_S) if whole else duration_s
 
     def _arrivals(
         self, rate: Rate | None, duration_s: float, name: str, most: int | None

@@ -117,6 +117,7 @@ def command(line: CommandLine, listening: Callable[[], None]) -> int:
         config = read_config(line.config) if line.config else None
         settings = Settings.read(line.flags, config=config)
         log_format = settings.log_format
+        logs.set_up(log_format, settings.log_level, settings.access_log)  # loading warns
         # Bound first, so that a port in use is noticed before models are loaded.
         with ExitStack() as bound:
             listeners = [bound.enter_context(bind(settings.host, settings.port))]
@@ -129,6 +130,7 @@ def command(line: CommandLine, listening: Callable[[], None]) -> int:
             zoo = None if line.bundles else settings.zoo
             _serve(settings, catalog, listeners, zoo, listening)
     except (SettingsError, BundleError, AddressError) as error:
+        logs.flush()  # this line is the last one
         print(logs.line(log_format, f"stepdial serve: {error}", "CRITICAL"), file=sys.stderr)
         return _UNUSABLE
     except KeyboardInterrupt:  # while models were loading; later a signal drains
@@ -144,7 +146,7 @@ def _serve(
     listening: Callable[[], None],
 ) -> None:
     """Run the server. SIGHUP reads `zoo` again; the second listener, if any, is for probes."""
-    _set_up(settings)
+    _set_up()
     metrics = Metrics()
     logs.tell_dropped(metrics.log_lines_dropped.inc)
     engine = Engine(
@@ -198,8 +200,7 @@ def _show_new_key(name: str) -> None:
     print(key.block)
 
 
-def _set_up(settings: Settings) -> None:
-    logs.set_up(settings.log_format, settings.log_level, settings.access_log)
+def _set_up() -> None:
     # The engine's thread and the event loop share the interpreter: with short turns neither waits
     # the default of 5 ms for the other.
     sys.setswitchinterval(_SWITCH_S)

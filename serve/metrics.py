@@ -234,6 +234,9 @@ class Metrics:
         self.degraded.labels(manifest.name)
         self.deadlines.labels(manifest.name)
         self.lapsed.labels(manifest.name)
+        self.runtime_failures.labels(manifest.name)
+        self.late_calls.labels(manifest.name)
+        self.terminated_calls.labels(manifest.name)
         if manifest.task == "generate":
             self.drafted.labels(manifest.name)
             self.accepted.labels(manifest.name)

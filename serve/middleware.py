@@ -124,6 +124,8 @@ def _without_port(host: str, scheme: str) -> str:
 # API keys. Every path needs a key except the health probes, so that a route added later does too.
 
 
+# The page learns from it that programs need a key, where the browser itself sends one.
+_VARY_BY_KEY = (b"vary", b"authorization, x-api-key")
 # These routes check keys of their own.
 ADMIN_PREFIX = "/admin/"
 # How browsers mark requests of scripts.
@@ -487,6 +489,7 @@ class RequestMiddleware:
             if refusal is not None:
                 raise refusal
         if self.keys.in_use:
+            exchange.own_headers += (_VARY_BY_KEY,)
             exchange.holder = authenticate(exchange, self.keys)
 
     def _count(self, exchange: Exchange, scope: Scope) -> None:

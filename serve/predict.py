@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
     from serve.api.body import TokenLabel
     from serve.local import LocalModel
 
+LONGEST_CELL = 1 << 24
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 # What stands between cells, by how a file is called; "" for a line of JSON each.
@@ -132,6 +133,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         standard = _standard_input() if piped else None
         kind = f".{arguments.format}" if arguments.format else _kind(standard or arguments.input)
     separator = _SEPARATORS[kind]
+    csv.field_size_limit(LONGEST_CELL)
     output = None if arguments.output == _STANDARD else arguments.output
     if not piped and not arguments.input.exists():
         raise ValueError(f"there is no file {name}")
@@ -145,7 +147,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         by_number = all(column.isdecimal() for column in arguments.text or [""])
         lines: Iterator[str] = source
         if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
-            lines, separator = _separated(source, separator)
+            columns = [] if by_number else arguments.text or []
+            lines, separator = _separated(source, separator, columns)
         header, rows = _rows(lines, separator, name, by_number)
         first = next(rows, None)
         if first is None:
@@ -367,17 +370,23 @@ def _rows(
     return names, _named(names, lines, name)
 
 
-def _separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
+def _separated(
+    lines: Iterator[str], separator: str, columns: Sequence[str]
+) -> tuple[Iterator[str], str]:
     """The lines of a table, and what separates its columns: see docs/own-data.md."""
     first = next(lines, "")
-    if separator == "," and ";" in first and "," not in first:
-        separator = ";"
+    if separator == "," and ";" in first:
+        at_commas, at_semicolons = (
+            {name.strip() for name in next(csv.reader([first], delimiter=one), [])} for one in ",;"
+        )
+        found = bool(columns) and at_semicolons.issuperset(columns)
+        if "," not in first or (found and not at_commas.issuperset(columns)):
+            separator = ";"
     return itertools.chain([first], lines), separator
 
 
 def _cells(source: Iterator[str], separator: str, name: str) -> Iterator[list[str]]:
     """The rows, the header with them, without empty lines."""
-    csv.field_size_limit(1 << 24)
     reader = csv.reader(source, delimiter=separator, strict=True)
     read = 0  # lines
     try:

@@ -204,13 +204,18 @@ class Reached(NamedTuple):
     evaluations: int = 0  # of velocities, trained through
 
 
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every weight; those that are another one are kept once."""
+    tied = tied_weights(model)
+    return {
+        name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied
+    }
+
+
 def save_checkpoint(
     folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, reached: Reached
 ) -> None:
-    tied = tied_weights(model)
-    weights = {
-        name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied
-    }
+    weights = _weights_of(model)
     state = {f"model.{name}": t for name, t in weights.items()}
     for name, parameter in model.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
@@ -272,12 +277,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
 
 def save_best(folder: Path, model: nn.Module, value: float, iteration: int) -> None:
     """Keep the weights of the best evaluation so far."""
-    tied = tied_weights(model)
-    weights = {
-        name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied
-    }
     note = json.dumps({"iteration": iteration, "value": value})
-    write_atomically(folder / BEST, save(weights, {"best": note}))
+    write_atomically(folder / BEST, save(_weights_of(model), {"best": note}))
 
 
 def read_best(folder: Path) -> tuple[float, int]:
@@ -291,11 +292,13 @@ def read_best(folder: Path) -> tuple[float, int]:
 
 
 def load_best(folder: Path, model: nn.Module) -> None:
-    """Take over the best weights, and make them the run's newest."""
-    weights = load_file(folder / BEST)
-    load_weights(model, weights)
-    meta = {"iteration": str(read_best(folder)[1])}
-    write_atomically(folder / MODEL, save(weights, meta))
+    """Take over the best weights."""
+    load_weights(model, load_file(folder / BEST))
+
+
+def save_weights(folder: Path, model: nn.Module, iteration: int) -> None:
+    """Make these weights the run's newest."""
+    write_atomically(folder / MODEL, save(_weights_of(model), {"iteration": str(iteration)}))
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -110,6 +110,13 @@ class Baseline:
                 "trained on, so expect less on new texts: remove rows that repeat others",
                 flush=True,
             )
+        unmeasured = sorted({label for _, label in train} - {label for _, label in test})
+        if unmeasured:
+            print(
+                f"WARNING: no held-out row has the label {', '.join(unmeasured)}: how well it is "
+                "learnt is not measured; give more rows of it, or set data.held_out higher",
+                flush=True,
+            )
 
 
 def bag_of_words(train: Rows, test: Rows) -> float | None:

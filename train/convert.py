@@ -356,8 +356,8 @@ def _table_of_run(
     short = sorted(set(request.steps) - {full})
     steps = {
         "full": full,
-        "short": short or [1],
-        "schedule": "any" if depth == "ode" else "fixed",
+        "short": short,
+        "schedule": "any" if short else "fixed",
         "full_probability": 0.5,
         "grow": 0.0,
     }
@@ -418,6 +418,7 @@ def _model(
         form.steps,
         form.rank,
         max(1, form.rank // ENDINGS) if form.rank else 0,
+        dataset.labels,
     )
     if (folder / STATE).is_file():
         kept = read_facts(folder).get("pretrained")
@@ -428,7 +429,13 @@ def _model(
     if teacher is not None:
         _start_from_teacher(model, teacher, form.layers)
     if form.rank:
-        stack = converted(original, dataset.sizes.classes, recipe.model.window, form.layers).eval()
+        stack = converted(
+            original,
+            dataset.sizes.classes,
+            recipe.model.window,
+            form.layers,
+            labels=dataset.labels,
+        ).eval()
         if teacher is not None:
             _start_from_teacher(stack, teacher, form.layers)
         rows = (dataset.batch(i, recipe.optim.batch, 0).inputs[0] for i in range(SEEN))

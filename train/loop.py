@@ -41,6 +41,7 @@ from train.checkpoint import (
     read_tokenizer,
     save_best,
     save_checkpoint,
+    save_weights,
     start_from,
     start_run,
     write_atomically,
@@ -49,6 +50,7 @@ from train.corrections import check_steps
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset
 from train.data.labelled import LabelledDataset
+from train.data.tags import TagDataset
 from train.devices import Devices, move_state
 from train.distil import Teacher, check_teacher, kept_logits
 from train.interrupt import Diverged, listen
@@ -58,7 +60,16 @@ from train.objective import Objective
 from train.otify import OtifiedTransformer
 from train.pretrained import ConvertedTransformer
 from train.quality import measure_model
-from train.recipe import FEWEST, OptimConfig, Recipe, RunConfig, progress, steps_of, turn_for
+from train.recipe import (
+    FEWEST,
+    OptimConfig,
+    Recipe,
+    RunConfig,
+    progress,
+    shortest_of,
+    steps_of,
+    turn_for,
+)
 
 # Whether a model that was made elsewhere can be trained as a recipe says, on its data.
 
@@ -152,7 +163,7 @@ def train(
         dataset = open_dataset(recipe, tokenizer)
         if master is not None:
             check_teacher(master, dataset)
-        if devices.main and isinstance(dataset, LabelledDataset):
+        if devices.main and isinstance(dataset, LabelledDataset | TagDataset):
             dataset.warn_of_unseen()
         torch.manual_seed(recipe.run.seed)
         own = model is not None
@@ -283,7 +294,7 @@ def learning_rate(iteration: int, recipe: Recipe) -> float:
 
 
 class Best:
-    """The weights of the best evaluation so far: the mean over the step counts that are watched.
+    """The weights of the best evaluation so far: the mean over the counts that are trained.
 
     They lie in a file of their own with what they are worth, so that a resumed run knows them.
     """
@@ -292,13 +303,11 @@ class Best:
         self.folder, self.config = folder, config
         self.value, self.iteration = read_best(folder)
 
-    def note(
-        self, iteration: int, validation: dict[str, float], model: Stepped, anyway: bool = False
-    ) -> None:
-        """Keep the weights if they are the best so far, or anyway."""
+    def note(self, iteration: int, validation: dict[str, float], model: Stepped) -> None:
+        """Keep the weights if they are the best so far."""
         values = [value if "accuracy" in key else -value for key, value in validation.items()]
         value = sum(values) / len(values)
-        if anyway or value > self.value:
+        if value > self.value:
             self.value, self.iteration = value, iteration
             save_best(self.folder, model, value, iteration)
 
@@ -308,10 +317,17 @@ class Best:
         waited = iteration // config.evaluate_every - self.iteration // config.evaluate_every
         return bool(config.patience and self.iteration and waited >= config.patience)
 
-    def restore(self, model: Stepped) -> None:
-        """Make them the run's own."""
+    def load(self, model: Stepped) -> None:
+        """Go on from them. Only the main process notes them, so others read them here."""
+        self.value, self.iteration = read_best(self.folder)
         if self.iteration:
             load_best(self.folder, model)
+
+    def restore(self, model: Stepped) -> None:
+        """Make them the run's own."""
+        self.load(model)
+        if self.iteration:
+            save_weights(self.folder, model, self.iteration)
 
 
 def _class_weights(recipe: Recipe, dataset: Dataset, devices: Devices) -> Tensor | None:
@@ -375,7 +391,8 @@ class TrainingLoop:
                 if iteration >= last_stage and not held:
                     held = self._hold_all_but_endings()
                 if iteration == last_stage and best is not None:
-                    best.restore(self.model)
+                    self.devices.wait()
+                    best.load(self.model)
                 over = best is not None and self.devices.main and best.is_over(iteration)
                 if best is not None and self.devices.any(over) and iteration < last_stage:
                     if optim.endings:
@@ -390,11 +407,8 @@ class TrainingLoop:
                 if log is not None and (done % recipe.run.evaluate_every == 0 or last):
                     record |= self.watch()
                     record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
-                    if best is not None:
-                        # Endings are kept as they end: the rate has fallen to nothing by then,
-                        # and some thousand rows cannot tell them from what they were.
-                        kept = last and bool(optim.endings)
-                        best.note(done, record["validation"], self.model, anyway=kept)
+                    if best is not None and iteration < last_stage:
+                        best.note(done, self._trained(record["validation"]), self.model)
                 if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
                     shown |= _shown(record)  # an evaluation is shown until the next
@@ -411,7 +425,9 @@ class TrainingLoop:
                     raise KeyboardInterrupt
         if optim.average and self.devices.main:
             average_checkpoints(self.folder, optim.average)
-        if best is not None and self.devices.main:
+        # Endings are kept as they end: the rate has fallen to nothing by then, and some thousand
+        # rows cannot tell them from what they were.
+        if best is not None and not optim.endings and self.devices.main:
             best.restore(self.model)
         for parameter in held:
             parameter.requires_grad_(True)
@@ -471,12 +487,13 @@ class TrainingLoop:
         }
 
     def watch(self) -> dict[str, Any]:
-        """Validation quality at one step and at the full count, on the first few batches."""
+        """Validation quality at one step and at the ends of the dial, on the first few batches."""
         size = self.recipe.optim.batch
         labelled = self.dataset.labels is not None
         shown: dict[str, float] = {}
         adaptive = self.steps.solver == "adaptive"
-        for count in [self.steps.full] if adaptive else sorted({1, self.steps.full}):
+        counts = {1, shortest_of(self.steps), self.steps.full}
+        for count in [self.steps.full] if adaptive else sorted(counts):
             batches = itertools.islice(
                 self.dataset.validation(size), self.recipe.run.evaluate_batches
             )
@@ -486,6 +503,11 @@ class TrainingLoop:
             at = "adaptive" if adaptive else count
             shown[f"{quality.metric}@{at}"] = round(quality.value, 5)
         return {"validation": shown}
+
+    def _trained(self, validation: dict[str, float]) -> dict[str, float]:
+        """Without the quality at one step, where that is no count to train."""
+        shortest = shortest_of(self.steps)
+        return {k: v for k, v in validation.items() if not k.endswith("@1") or shortest == 1}
 
     def _log(self, first: int) -> AbstractContextManager[MetricsLog | None]:
         """Where the main process writes what is measured; the others keep no log."""

@@ -19,6 +19,7 @@ would double the time of an iteration, since torch has no fused attention with d
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from tokenizers.normalizers import BertNormalizer
 from torch import Tensor, nn
 
 from train.blocks import (
@@ -44,6 +46,7 @@ from train.corrections import CorrectedVelocity, moments_of
 from train.model import Embedding, OTTransformer, PooledHead, Positions, TokenHead
 from train.ode import Embedded
 
+_log = logging.getLogger("stepdial")
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -291,6 +294,13 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
 
 
+_NORMALIZING = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
 def _read_tokenizer(folder: Path) -> Tokenizer:
     """Its own tokenizer without its padding and truncation: batches and windows are ours."""
     path = folder / TOKENIZER
@@ -305,6 +315,14 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         raise PretrainedError(f"{path} cannot be read: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    noted = folder / "tokenizer_config.json"
+    normalizer = tokenizer.normalizer
+    if noted.is_file() and isinstance(normalizer, BertNormalizer):
+        said = _read_json(noted)  # which counts, if both files say something
+        for key, name in _NORMALIZING.items():
+            if key in said and getattr(normalizer, name) != said[key]:
+                setattr(normalizer, name, said[key])
+        tokenizer.normalizer = normalizer
     return tokenizer
 
 
@@ -328,11 +346,30 @@ def _pad_id(folder: Path, tokenizer: Tokenizer, noted: int) -> int:
     return found
 
 
+_POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
 def _pooling(folder: Path) -> Literal["mean", "first"]:
     """As sentence-transformers notes it beside the model; the mean where nothing is said."""
     path = folder / "1_Pooling" / CONFIG
-    first = path.is_file() and _read_json(path).get("pooling_mode_cls_token", False)
-    return "first" if first else "mean"
+    noted = _read_json(path) if path.is_file() else {}
+    modes = noted.get("pooling_mode", [])  # releases before 5.3 have a flag for each
+    modes = {*([modes] if isinstance(modes, str) else modes)}
+    modes |= {_POOLING[key] for key, value in noted.items() if value is True and key in _POOLING}
+    if modes - {"cls", "mean"} or len(modes) > 1:
+        _log.warning(
+            "%s: pooling by %s is not supported: the mean is used instead",
+            *(path, " and ".join(sorted(modes))),
+        )
+        return "mean"
+    return "first" if modes == {"cls"} else "mean"
 
 
 def _licence(folder: Path) -> str:
@@ -377,8 +414,10 @@ def _encoder(
     for name in (tokens, positions):
         if name not in weights:
             raise PretrainedError(f"{where.parent / WEIGHTS} has no {name}")
-    pad_id = int(config.get("pad_token_id") or 0)
+    usual_pad = 1 if family == "roberta" else 0
+    pad_id = int(config.get("pad_token_id", usual_pad) or 0)
     first = pad_id + 1 if family == "roberta" else 0
+    eps = 1e-12 if family == "distilbert" else config.get("layer_norm_eps", 1e-12)
     return Encoder(
         family=family,
         vocabulary=len(weights[tokens]),
@@ -389,7 +428,7 @@ def _encoder(
         positions=len(weights[positions]) - first,
         first_position=first,
         embedding_width=weights[tokens].shape[1],
-        eps=float(config.get("layer_norm_eps", 1e-12)),
+        eps=float(eps),
         activation=_ACTIVATIONS[activation],
         pad_id=pad_id,
         pool="first" if classifies else pool,
@@ -492,6 +531,8 @@ def _decoder(
         if name not in weights:
             raise PretrainedError(f"{folder / WEIGHTS} has no {name}")
     tied = bool(config.get("tie_word_embeddings", form == "gpt2"))
+    # A file with a readout that differs from the embedding has been trained without the tie.
+    tied = tied and torch.equal(weights.get(readout, weights[tokens]), weights[tokens])
     if not tied and readout not in weights:
         raise PretrainedError(
             f"{folder / WEIGHTS} has no {readout}, which reads out the next token: save the whole "
@@ -502,6 +543,8 @@ def _decoder(
     if head_width * heads != width:
         raise PretrainedError(f"{where}: head_dim = {head_width} is not supported")
     share = config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25))
+    if form == "neox" and int(share * head_width) % 2:
+        raise PretrainedError(f"{where}: rotary_pct = {share} of {head_width} is an odd number")
     pad_id, eos_id = _special_ids(config, folder, tokenizer)
     biases = {
         "gpt2": (True, True, True),
@@ -529,9 +572,10 @@ def _decoder(
         form=form,
         rotary={"gpt2": 0, "llama": head_width, "neox": int(share * head_width)}[form],
         theta=float(
-            config.get("rope_theta")
+            rope.get("rope_theta")
+            or config.get("rope_theta")
             or config.get("rotary_emb_base")
-            or rope.get("rope_theta", 10_000.0)
+            or 10_000.0
         ),
         biases=(biases[0], biases[1], biases[2]),
         tied=tied,
@@ -659,14 +703,15 @@ def converted(
     steps: int = 1,
     rank: int = 0,
     ending_rank: int = 0,
+    labels: tuple[str, ...] | None = None,
 ) -> ConvertedTransformer:
     """A model of an original's layers, all of them by default, with its weights.
 
     With a gain it is an ODE, otherwise one pass. With a rank the layers are those of all steps, one
     after the other: the first step's are kept, with corrections of that rank for the others; with
-    an ending's rank, shorter answers end with a step that is corrected once more. The
-    readout of an encoder is the original's if that has one for so many classes, and new otherwise;
-    a decoder has its own.
+    an ending's rank, shorter answers end with a step that is corrected once more. The readout of an
+    encoder is the original's if that has one for these labels, whose order it gets, or for so many
+    classes if none are given; else it is new. A decoder has its own.
     """
     sizes = original.sizes
     window = window or sizes.positions
@@ -690,8 +735,8 @@ def converted(
             _load_decoder(model, original, sizes, layers)
         return model
     encoder = sizes
-    own_head = original.labels is not None and len(original.labels) == classes
-    if not own_head:
+    order = _own_order(original.labels, classes, labels)
+    if order is None:
         encoder = dataclasses.replace(encoder, dense="")
     model = converted_from(
         {
@@ -708,8 +753,26 @@ def converted(
         | ({"steps": steps, "rank": rank, "ending_rank": ending_rank} if rank else {})
     )
     with _loading(original):
-        _load(model, original, layers, own_head)
+        _load(model, original, layers, order)
     return model
+
+
+def _own_order(
+    own: tuple[str, ...] | None, classes: int, labels: tuple[str, ...] | None
+) -> list[int] | None:
+    """The rows of an original's readout in the order of these labels; None: it has other classes.
+
+    Classes that one of the two only numbers are in the same order.
+    """
+    if own is None or len(own) != classes:
+        return None
+    order = list(range(classes))
+    names, wanted = ([one.casefold() for one in each] for each in (own, labels or own))
+    numbered = [[form.format(i) for i in order] for form in ("{}", "label_{}")]
+    if names in numbered or wanted in numbered:
+        return order
+    same = {*names} == {*wanted} and len({*names}) == classes
+    return [names.index(one) for one in wanted] if same else None
 
 
 def begin_with_layers(
@@ -847,7 +910,10 @@ def _block(encoder: Encoder, dropout: float) -> Block:
 
 
 def _load(
-    model: ConvertedTransformer, original: Original, layers: tuple[int, ...], own_head: bool
+    model: ConvertedTransformer,
+    original: Original,
+    layers: tuple[int, ...],
+    order: list[int] | None,
 ) -> None:
     encoder, names, take = original.encoder, _FAMILIES[original.encoder.family], _Taking(original)
     embed = model.embed
@@ -874,11 +940,12 @@ def _load(
             (block.norm2, names.norm2),
         ):
             take.into(module, at + name)
-    if own_head:
+    if order is not None:
         head = model.head
         assert isinstance(head, DenseHead)
         take.into(head.dense, names.dense)
-        take.into(head.linear, names.classifier)
+        head.linear.weight.copy_(take(f"{names.classifier}.weight")[order])
+        head.linear.bias.copy_(take(f"{names.classifier}.bias")[order])
 
 
 def _load_decoder(

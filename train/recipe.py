@@ -863,6 +863,14 @@ def steps_of(recipe: Recipe) -> StepsConfig:
     return steps
 
 
+def shortest_of(steps: StepsConfig) -> int:
+    """The smallest step count that is trained."""
+    counts = {steps.full, *steps.exits}
+    if steps.schedule != "fixed":
+        counts |= {1} if steps.grow or steps.schedule == "tail" else {*steps.short}
+    return min(counts)
+
+
 def ladder_of(recipe: Recipe) -> list[int]:
     """The step counts to show where none are asked for: 1, 2, 4, ... and the full one."""
     full = steps_of(recipe).full

@@ -49,6 +49,7 @@ def retrofit_recipe(
     wanted = steps.short or StepsConfig().short  # a run of fixed steps may name no others
     short = tuple(sorted({*(count for count in wanted if count < steps.full), 1}))
     timed = steps.dial == "time" or "steps.dial=time" in overrides
+    in_time = timed or steps.backprop > 0
     in_one = timed and original.model.family != "translator"
     table = dataclasses.replace(
         original,
@@ -63,7 +64,7 @@ def retrofit_recipe(
             stages=(),
             grow=0.0,
             distil=DISTIL,
-            jump=JUMP if original.model.depth == "ode" and not timed else 0.0,
+            jump=JUMP if original.model.depth == "ode" and not in_time else 0.0,
             distil_from=0.0,
         ),
         optim=dataclasses.replace(
@@ -90,6 +91,8 @@ def _refusal(recipe: Recipe) -> str:
         )
     if recipe.steps.solver == "adaptive":
         return "its solver chose the steps itself, so there is no full count to teach"
+    if recipe.optim.endings:
+        return "its shorter answers have endings of their own, which have learnt them already"
     if recipe.steps.full == 1:
         return "it was trained at one step, so there is no fuller answer to teach"
     return ""

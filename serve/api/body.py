@@ -231,19 +231,19 @@ Stops = Annotated[
 Seed = Annotated[
     int | None,
     Field(
-        ge=0,
+        ge=-MAX_SEED - 1,
         le=MAX_SEED,
         description="The same seed and steps give the same answer. If left out, a random seed is "
-        "used and returned.",
+        "used and returned. A negative one counts, and is returned, as itself plus 2^63.",
     ),
 ]
 TopP = Annotated[
     float | None,
     Field(
-        gt=0.0,
+        ge=0.0,
         le=1.0,
         description="Sample only from the most likely tokens that together have this "
-        "probability, after temperature and top_k. Default: 1.",
+        "probability, after temperature and top_k. 0: the most likely one. Default: 1.",
     ),
 ]
 Logprobs = Annotated[

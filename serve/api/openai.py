@@ -1,11 +1,13 @@
 """OpenAI's API: completions and chat completions, whole or as streams, and embeddings."""
 
 import base64
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import numpy as np
@@ -79,6 +81,7 @@ from serve.errors import (
     ImpossibleBudget,
     InvalidField,
     NoEmbeddings,
+    StepsForbidden,
     WrongTask,
 )
 from serve.exchange import Exchange, Route, ThisExchange
@@ -109,7 +112,10 @@ class DialReport(Answer):
 
     budget: Budget = Field(description="The work that was done, the same for every answer.")
     timing: Timing = Field(description="Where the time of the request went.")
-    seed: int = Field(description="Seed of the first answer. Send it to get all of them again.")
+    seed: int = Field(
+        description="Seed of the first answer. Send it to get all answers to one prompt again; "
+        "`choices` has the seeds of several prompts."
+    )
     choices: list[ChoiceWork] | None = Field(
         default=None,
         exclude_if=lambda choices: choices is None,
@@ -400,11 +406,13 @@ class ChatFormat(ResponseFormat):
 
 
 def _by_token(one: ScoredToken) -> dict[str, float]:
-    """One entry per text: of tokens that look alike (parts of characters), the most likely."""
+    """One entry per text: of tokens that look alike (parts of characters) the one that was chosen,
+    or the most likely.
+    """
     found: dict[str, float] = {}
-    for token, logprob in (*one.top, (one.token, one.logprob)):
+    for token, logprob in one.top:
         found.setdefault(token, logprob)
-    return found
+    return found | {one.token: one.logprob}
 
 
 def _token_logprob(one: ScoredToken) -> Fields:
@@ -483,9 +491,9 @@ class StreamOptions(BaseModel):
 # Prompts of completions: one or several texts or lists of tokens.
 
 
-# Texts per request: as many as one batch decodes by default, so that they do not wait for each
-# other.
-MAX_TEXTS = 16
+# Texts per request: twice as many as one batch decodes by default, since clients that send their
+# prompts in portions send 20.
+MAX_TEXTS = 32
 # More than any model's window; the model's own limit is checked later.
 MAX_PROMPT_TOKENS = 2**17
 _PROMPTS_SAYS = "a string, or a list of tokens"
@@ -592,9 +600,9 @@ class OpenAIFields(SamplingFields):
     )
     top_k: int | None = Field(
         None,
-        ge=1,
-        description="Sample only from the k most likely tokens, after temperature. Not part of "
-        "OpenAI's API.",
+        ge=-1,
+        description="Sample only from the k most likely tokens, after temperature. -1 and 0: from "
+        "all. Not part of OpenAI's API.",
     )
     stream: bool | None = Field(
         None,
@@ -978,20 +986,24 @@ class OpenAIAnswer:
         return answer_of(body, entries, server_timing(tail["stepdial"].timing))
 
     def _requests(self, max_tokens: int, logprobs: int | None) -> list[GenerationRequest]:
-        """Several answers per prompt, with consecutive seeds."""
+        """Several answers per prompt, with consecutive seeds.
+
+        With a given seed a prompt is answered alike, whatever others come with it. Without one no
+        two answers have the same, as the same prompt may come several times.
+        """
         asked = self.asked
-        seed = drawn_seed() if asked.seed is None else asked.seed
+        seed, apart = (drawn_seed(), self.candidates) if asked.seed is None else (asked.seed, 0)
         return [
             generation_request(
                 asked,
                 self.submission.served,
                 prompt,
                 max_tokens=max_tokens,
-                seed=seed + number,
+                seed=seed + place * apart + number,
                 logprobs=logprobs,
                 stream=asked.stream,
             )
-            for prompt in self.prompts
+            for place, prompt in enumerate(self.prompts)
             for number in range(self.candidates)
         ]
 
@@ -1036,9 +1048,11 @@ def _submission(
     """A submission to this model. Errors name the field that was sent."""
     try:
         return Submission.of(exchange, engine, served, asked)
-    except ImpossibleBudget as error:
-        if error.param == "effort" and asked.reasoning_effort is not None:
-            error.param = "reasoning_effort"
+    except (ImpossibleBudget, StepsForbidden) as error:
+        if asked.reasoning_effort is not None:
+            sent = partial(re.compile(r"\beffort\b").sub, "reasoning_effort")
+            error.message = sent(error.message)
+            error.param = error.param and sent(error.param)
         raise
 
 
@@ -1067,11 +1081,21 @@ def _chats_of(served: Served) -> ChatTemplate:
     return served.chat
 
 
-def _read_chat(messages: Sequence[Message], chats: ChatTemplate, codec: TextCodec) -> list[int]:
+def read_chat(messages: Sequence[Message], chats: ChatTemplate, codec: TextCodec) -> list[int]:
     """The prompt that a chat is."""
     for index, message in enumerate(messages):  # what is wrong is said of what was sent
         codec.check_characters(message.content, f"messages[{index}].content")
-    return codec.encode_prompt(chats.prompt(messages), "messages")
+    breaks = codec.breaks([text for one in messages for text in (one.content, one.name or "")])
+    if breaks:
+        messages = [
+            replace(
+                one,
+                content=codec.broken(one.content, breaks),
+                name=one.name and codec.broken(one.name, breaks),
+            )
+            for one in messages
+        ]
+    return codec.encode_chat(chats.prompt(messages, codec.end_mark), breaks, "messages")
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
@@ -1282,7 +1306,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
                 exchange,
                 sum(len(message.content) for message in asked.messages),
                 submission.deadline,
-                lambda: _read_chat(asked.messages, chats, served.codec),
+                lambda: read_chat(asked.messages, chats, served.codec),
             )
         response_format = ChatFormat(asked.alternatives is not None)
         answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)

@@ -57,6 +57,7 @@ from serve.settings import Settings
 
 # Drawn seeds fit a JavaScript number, so that every client can send them back unchanged.
 _DRAWN_BITS = 32
+_LEAST_TOP_P = 1e-9  # which only the most likely token is within
 
 
 def drawn_seed() -> int:
@@ -80,6 +81,12 @@ def check_beams(asked: GenerateRequest, served: Served) -> None:
             "temperature must be 0 or left out with num_beams: beam search is not random",
             param="temperature",
         )
+    for name in ("top_k", "top_p"):
+        if getattr(asked, name) not in (None, 1.0):
+            raise InvalidField(
+                f"{name} has no meaning with num_beams: beam search is not random; leave it out",
+                param=name,
+            )
     if asked.logprobs is not None:
         raise InvalidField(
             "logprobs are not known of beam search: leave them out, or num_beams", param="logprobs"
@@ -109,8 +116,8 @@ def generation_request(
         window=served.codec.max_tokens if limit is None else limit,
         sampling=Sampling(
             temperature=temperature,
-            top_k=asked.top_k,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=asked.top_k if asked.top_k and asked.top_k > 0 else None,
+            top_p=1.0 if asked.top_p is None else max(asked.top_p, _LEAST_TOP_P),
             seed=seed % (MAX_SEED + 1),
         ),
         stops=asked.stops,
@@ -189,7 +196,7 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: list[TextEvent] = []
-        self._gone = False
+        self.gone = False  # the client has disconnected
         self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, index: int, event: Event) -> None:
@@ -198,15 +205,15 @@ class EventQueue:
 
     def leave(self) -> None:
         """The client has disconnected."""
-        self._gone = True
+        self.gone = True
         self._notify()
 
     async def take(self) -> list[TextEvent]:
         """All events that have arrived, at least one; ClientGone after a disconnect."""
-        while not self._events and not self._gone:
+        while not self._events and not self.gone:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._gone:
+        if self.gone:
             raise ClientGone
         events, self._events = self._events, []
         return events
@@ -411,8 +418,9 @@ class Submission:
             if timer is not None:
                 timer.cancel()
             unwatch()
-            for job in jobs:
-                self.engine.cancel(job)
+            cancelled = [self.engine.cancel(job) for job in jobs]
+            if events.gone and any(cancelled):
+                self.engine.metrics.cancelled.inc()
             if holder is not None:  # tokens that were reserved and not generated
                 holder.return_tokens(sum(job.tokens_left * job.beams for job in jobs))
 

@@ -229,7 +229,7 @@ class Generation(Work):
         self.sampler = Sampler(request.sampling, codec.banned_tokens)
         # If nobody reads pieces, the text is decoded once, at the end.
         self._by_pieces = request.stream or bool(request.stops) or request.logprobs is not None
-        self._written = TextStream(codec)
+        self._written = TextStream(codec, request.prompt)
         self._filter = StopFilter(request.stops)
         self._pieces: list[str] = []
         self._characters = 0  # complete ones, including those that the stop filter holds back
@@ -244,7 +244,8 @@ class Generation(Work):
         """The text so far."""
         if self._by_pieces:
             return "".join(self._pieces)
-        return self._codec.decode(self._tokens[len(self.request.prompt) :])
+        prompt = self.request.prompt
+        return TextStream(self._codec, prompt).whole(self._tokens[len(prompt) :])
 
     @property
     def last_token(self) -> int:

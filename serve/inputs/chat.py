@@ -19,7 +19,10 @@ MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant")
 # Fields of assistant messages that clients send back as they got them: null or empty, depending on
 # the server that made them.
-_NEVER = ("refusal", "audio", "function_call", "tool_calls", "annotations")
+_NEVER = (
+    *("refusal", "audio", "function_call", "tool_calls", "annotations"),
+    *("parsed", "reasoning", "reasoning_content"),
+)
 _LISTS = ("tool_calls", "annotations")
 _KEYS = ("role", "content", "name")
 
@@ -51,6 +54,9 @@ class ChatMessage(BaseModel):
     function_call: None = Field(None, description="Only null: there are no tools.")
     tool_calls: NoItems = Field(None, description="Only null or empty: there are no tools.")
     annotations: NoItems = Field(None, description="Only null or empty, as answers have it.")
+    parsed: None = Field(None, description="Only null, as clients add it to answers.")
+    reasoning: None = Field(None, description="Only null, as answers of other servers have it.")
+    reasoning_content: None = Field(None, description="Only null, as `reasoning`.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +203,11 @@ class ChatTemplate:
                 file=str(path),
             ) from None
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """The prompt; Unprocessable if the template rejects the messages."""
+    def prompt(self, messages: Sequence[Message], end_mark: str = "") -> str:
+        """The prompt; Unprocessable if the template rejects the messages.
+
+        `end_mark` stands behind each answer, as the token that ends it.
+        """
         written: list[str] = []
         left = MAX_PROMPT_CHARACTERS
         try:
@@ -206,7 +215,7 @@ class ChatTemplate:
                 messages=[message.members for message in messages],
                 add_generation_prompt=True,
                 bos_token="",
-                eos_token="",
+                eos_token=end_mark,
             ):
                 written.append(piece)
                 left -= len(piece)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -246,6 +246,8 @@ def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> No
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FEW_CHARACTERS = 32  # of a vocabulary that a message can name
+_PRIVATE = range(0xE000, 0x110000)  # first characters without a meaning; more than a body can hold
+_CONTEXT_TOKENS = 8  # of a prompt, that the text of an answer may depend on
 _SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, together with the one before it
 
 
@@ -281,6 +283,8 @@ class TextCodec:
             ) from error
         # If a text contains "<pad>", it means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._marks = {token.content: number for number, token in added.items() if token.special}
         self._short: dict[tuple[int, ...], str] = {}  # texts that streams need again and again
         with inside_file(bundle.tokenizer_path):
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
@@ -305,6 +309,69 @@ class TextCodec:
         if encoded.truncated:
             raise self._too_long(encoded, param, self._shorter)
         return encoded.tokens
+
+    @property
+    def end_mark(self) -> str:
+        """The text of the token that ends an answer; empty if there is none."""
+        return "" if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id) or ""
+
+    def breaks(self, texts: Sequence[str]) -> str:
+        """A character that no text has, to break the special tokens in them; empty if none has one.
+
+        So what people say in a chat is told from what its template writes.
+        """
+        if not any(mark in text for mark in self._marks for text in texts):
+            return ""
+        used = {*chain.from_iterable(texts)}
+        return next(one for one in map(chr, _PRIVATE) if one not in used)
+
+    def broken(self, text: str, character: str) -> str:
+        """The text with this character in each special token."""
+        for mark in self._marks:
+            text = text.replace(mark, mark[:1] + character + mark[1:])
+        return text
+
+    def encode_chat(self, text: str, character: str, param: str) -> list[int]:
+        """The tokens of a chat as its template wrote it, with the special tokens that it has.
+
+        What was `broken` with this character is put together again, as text.
+        """
+        if not any(mark in text for mark in self._marks):
+            return self.encode_prompt(text.replace(character, ""), param)
+        limit = self.max_tokens
+        if self._encoder.ends(text, limit, 0) is not None:  # so long that nothing else matters
+            raise self._too_long(Encoded([0] * limit, truncated=True), param, self._shorter)
+        start = self._tokenizer.encode("a")  # special tokens that the tokenizer puts before a text
+        begin = start.ids[: [*start.special_tokens_mask, 0].index(0)]
+        tokens = self._marked(text, character)
+        if tokens[: len(begin)] != begin:
+            tokens = begin + tokens
+        if len(tokens) > limit:
+            encoded = Encoded(tokens[:limit], truncated=True, counted=len(tokens))
+            raise self._too_long(encoded, param, self._shorter)
+        return tokens
+
+    @cached_property
+    def _with_marks(self) -> Tokenizer:
+        """The tokenizer that reads special tokens in a text."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    def _marked(self, text: str, character: str) -> list[int]:
+        """The tokens of a text and of the special tokens in it."""
+        if not character:
+            return list(self._with_marks.encode(text, add_special_tokens=False).ids)
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        tokens: list[int] = []
+        for part in filter(None, parts):
+            if part in self._marks:
+                tokens.append(self._marks[part])
+            else:
+                said = part.replace(character, "")
+                tokens += self._tokenizer.encode(said, add_special_tokens=False).ids
+        return tokens
 
     def check_prompt(self, tokens: Sequence[int], param: str) -> list[int]:
         """The tokens of a prompt that was sent as tokens, checked."""
@@ -475,14 +542,17 @@ class TextStream:
     """The text of an answer while its tokens arrive.
 
     Bytes of an incomplete character are held back, so that the pieces always join to the whole
-    text. `flush` returns what was held back.
+    text. `flush` returns what was held back. The answer goes on from the tokens `before`: its first
+    word may be written with a space or without.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, before: Sequence[int] = ()) -> None:
         self._codec = codec
-        self._tokens: list[int] = []
+        self._tokens = [*before[-_CONTEXT_TOKENS:]]
+        if codec.decode(self._tokens).endswith(_REPLACEMENT):  # its rest is of the answer
+            self._tokens = []
         self._context = 0  # first token of the window that is decoded again
-        self._written = 0  # tokens whose text was returned
+        self._written = len(self._tokens)  # tokens whose text was returned
 
     def push(self, token: int) -> str:
         """The text that this token completes: usually its own, sometimes none."""
@@ -491,6 +561,11 @@ class TextStream:
         if text.endswith(_REPLACEMENT):
             return ""
         return self._advance(text)
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of all tokens that come, at once."""
+        self._tokens += tokens
+        return self.flush()
 
     def flush(self) -> str:
         """What is left, complete or not."""
@@ -501,8 +576,9 @@ class TextStream:
         return self._codec.decode(self._tokens[self._context :])[len(known) :]
 
     def _advance(self, text: str) -> str:
-        # The last tokens stay as context: the text of a token can depend on the one before it.
-        self._context = self._written
+        # The last tokens with a text stay as context: that of a token can depend on the one before.
+        if text:
+            self._context = self._written
         self._written = len(self._tokens)
         return text
 

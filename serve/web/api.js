@@ -49,7 +49,9 @@ async function failureOf(response) {
 async function answered(path, { headers, ...init } = {}) {
   const carried = key.credentials();
   try {
-    return await fetch(address(path), { ...init, credentials: carried.credentials, headers: { ...headers, ...carried.headers } });
+    const response = await fetch(address(path), { ...init, credentials: carried.credentials, headers: { ...headers, ...carried.headers } });
+    key.heed(response.headers);
+    return response;
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new RequestFailure("The server does not answer", "Is it still running? Start it again with stepdial serve, then retry.", "no connection");

@@ -9,7 +9,7 @@ import { callsOf, createForm, writes } from "./form.js";
 import * as format from "./format.js";
 import { createFrontier } from "./frontier.js";
 import { createHistory } from "./history.js";
-import { hasKey } from "./key.js";
+import { isWanted } from "./key.js";
 import { fromFragment, keepsPicture, toFragment } from "./link.js";
 import { createLive } from "./live.js";
 import { createPicture } from "./picture.js";
@@ -66,8 +66,10 @@ async function start() {
 /** Take up the state of a link; what it does not say stays as usual. */
 async function restore(state) {
   const wanted = models.find(({ id }) => id === state.model);
-  if (state.model && !wanted) say(`The link is for ${state.model}, which this server does not have.`);
   await open(wanted ?? mostRange() ?? models.find(writes) ?? models[0], wanted ? state : {});
+  if (!state.model || wanted) return;
+  element("banner-text").textContent = `The link is for ${state.model}, which this server does not have. This is another model.`;
+  element("banner").hidden = false;
 }
 
 /** The model whose steps buy most, where that is beyond doubt. */
@@ -136,7 +138,7 @@ function refresh() {
   element("frontier-title").textContent = frontier.isTimed() ? "Quality against latency" : "Quality against work";
   element("legend").hidden = !frontier.isTimed();
   runs.name(nameOf(dial.state()));
-  code.update(form.request(dial.budget()), hasKey());
+  code.update(form.request(dial.budget()), isWanted());
   element("code-note").textContent = runs.isTwo() ? "Of the first answer; the second differs in its steps only." : "";
   live.setEager(dial.way() === "deadline");
   clearTimeout(addressTimer);

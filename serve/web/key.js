@@ -5,6 +5,7 @@ import { element } from "./shape.js";
 
 const NAME = "stepdial.key";
 const dialog = element("key-dialog");
+const canBeSent = (value) => /^[!-~]+$/.test(value); // in a header
 
 let key = stored();
 let asking = null;
@@ -28,7 +29,15 @@ function keep(value) {
   element("forget").hidden = !value;
 }
 
-export const hasKey = () => key !== "";
+let wanted = false; // by the server, whoever sends it: this page, or the browser
+
+/** What the headers of an answer say of keys. */
+export function heed(headers) {
+  wanted ||= /\bauthorization\b/i.test(headers.get("vary") ?? "");
+}
+
+/** Whether a program needs a key where this page got an answer. */
+export const isWanted = () => wanted || key !== "";
 
 /** What a request carries: with a key of the page, nothing of the browser's own. */
 export const credentials = () =>
@@ -58,7 +67,8 @@ export const current = () => key;
 
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  dialog.close("given");
+  if (canBeSent(element("key").value.trim())) dialog.close("given");
+  else element("key-text").textContent = "No key has such a character: keys are Latin letters, digits and signs. Copy it again from where it was made.";
 });
 element("key-cancel").addEventListener("click", () => dialog.close(""));
 element("forget").addEventListener("click", () => {

@@ -51,7 +51,12 @@ async function send(form) {
   let path = form.dataset.path;
   for (const field of form.querySelectorAll("[data-in=path]")) path = path.replace(`{${field.name}}`, encodeURIComponent(field.value));
   const options = { method: form.dataset.method, headers: {} };
-  if (key.value) Object.assign(options, { credentials: "omit", headers: { authorization: `Bearer ${key.value}` } });
+  const secret = key.value.trim();
+  if (secret && !/^[!-~]+$/.test(secret)) {
+    status.textContent = "No API key has such a character: keys are Latin letters, digits and signs. Copy it again from where it was made.";
+    return;
+  }
+  if (secret) Object.assign(options, { credentials: "omit", headers: { authorization: `Bearer ${secret}` } });
   if (body) {
     options.headers["content-type"] = "application/json";
     options.body = body.value;

@@ -4,7 +4,7 @@
 import { address } from "./api.js";
 
 const INDENT = "    ";
-const KEY_VARIABLE = "STEPDIAL_API_KEY";
+const KEY_VARIABLE = "API_KEY"; // without STEPDIAL_: those are settings of the server
 // What OpenAI's client takes by name; the rest goes in extra_body.
 const OPENAI_FIELDS = ["model", "prompt", "max_tokens", "temperature", "seed", "stream"];
 

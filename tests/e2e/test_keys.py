@@ -291,6 +291,7 @@ def test_a_browser_asks_for_the_key_and_the_page_works(
         opened(browser, f"{server.url}/", http_credentials=known) as (page, complaints),
     ):
         expect(page.locator("#playground")).to_be_visible()
+        expect(page.get_by_role("tabpanel")).to_contain_text("Bearer $API_KEY")
         assert (complaints.console, complaints.external) == ([], [])
 
 

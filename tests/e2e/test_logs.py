@@ -47,6 +47,16 @@ def test_every_line_is_an_object_and_requests_have_their_ids() -> None:
     assert {line["logger"] for line in lines} >= {"stepdial", "stepdial.access", "uvicorn.error"}
 
 
+def test_what_is_said_while_models_load_is_in_the_same_form() -> None:
+    asked = ("--device", "cuda", "--allow-cpu-fallback")
+    with server_process([classify_bundle().folder], *FLAGS, *asked) as server:
+        server.terminate()
+        assert server.wait() == 0
+        lines = lines_of(server.banner + server.rest_of_output())
+    warned = [line for line in lines if line["level"] == "warning"]
+    assert any("cuda" in line["message"] for line in warned)
+
+
 def test_what_cannot_be_served_is_said_in_the_same_form() -> None:
     ended = run_to_end(["nowhere", "--port", "0", *FLAGS])
     (line,) = lines_of(ended.stderr)

@@ -108,6 +108,8 @@ def test_an_answer_of_another_server_may_be_sent_back(raw: httpx.Client) -> None
         "annotations": [],
         "tool_calls": [],
         "audio": None,
+        "parsed": None,  # of this client's own parse()
+        "reasoning_content": None,
     }
     texts = set()
     for messages in (plain, [full, plain[1]]):

@@ -128,6 +128,30 @@ def test_seeds_follow_each_other_around_the_end(raw: httpx.Client) -> None:
     assert [one["seed"] for one in dial["choices"]] == [2**63 - 1, 0]
 
 
+def test_the_same_prompt_several_times_gives_several_answers(raw: httpx.Client) -> None:
+    body = {"prompt": [PROMPT] * 20, "max_tokens": 12}
+    answer = raw.post("/v1/completions", json=body).json()
+    assert len({choice["text"] for choice in answer["choices"]}) > 15
+    seeds = [one["seed"] for one in answer["stepdial"]["choices"]]
+    assert len({*seeds}) == 20
+    again = body | {"prompt": PROMPT, "seed": seeds[7]}
+    found = raw.post("/v1/completions", json=again).json()["choices"][0]["text"]
+    assert found == answer["choices"][7]["text"]
+
+
+def test_values_that_other_servers_take_mean_what_they_mean_there(raw: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 3}
+
+    def text(**fields: Any) -> str:
+        answer = raw.post("/v1/completions", json=body | fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    assert text(top_k=-1) == text(top_k=0) == text()
+    assert text(top_p=0) == text(temperature=0)
+    assert text(seed=-1) == text(seed=2**63 - 1)
+
+
 def test_the_best_of_several_are_the_likeliest_a_token(client: OpenAI, raw: httpx.Client) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, n=2, best_of=5, seed=3, max_tokens=9, logprobs=0

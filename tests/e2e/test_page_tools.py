@@ -153,7 +153,7 @@ def test_a_link_holds_a_drawing(browser: Browser, page: Page) -> None:
 
 def test_a_link_for_another_server_opens_what_there_is(browser: Browser, server: Served) -> None:
     with playground(browser, f"{server.url}#model=absent&steps=3&by=steps") as page:
-        expect(page.locator("#status")).to_contain_text("absent")
+        expect(page.get_by_role("alert")).to_contain_text("The link is for absent, which this")
         expect(page.locator("#count")).to_have_text("4")
 
 
@@ -178,6 +178,9 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         assert field.get_attribute("type") == "password"
         faults = audit(page)
         assert (faults["contrast"], faults["name"], faults["overflow"]) == ([], [], [])
+        field.fill("sd-k\u2011ey")  # as mail programs write it
+        field.press("Enter")
+        expect(dialog).to_contain_text("No key has such a character")
         field.fill("not-the-key-of-this-server")
         field.press("Enter")
         expect(dialog).to_contain_text("does not know the API key")
@@ -188,7 +191,7 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         page.get_by_role("button", name="Generate").click()
         expect(page.locator(".timing").first).to_contain_text("Ended by")
         shown = code(page, "curl") + page.url + page.evaluate("() => JSON.stringify(localStorage)")
-        assert "$STEPDIAL_API_KEY" in shown and KEY not in shown
+        assert "$API_KEY" in shown and KEY not in shown
         page.reload()
         expect(page.locator("#playground")).to_be_visible()
         page.get_by_role("button", name="Forget the API key").click()

@@ -165,6 +165,18 @@ def test_held_out_texts_that_are_trained_on_are_counted(
     assert "WARNING" not in capsys.readouterr().out
 
 
+def test_a_class_without_a_held_out_row_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    rows = "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(40))
+    table.write_text(f"text,label\n{rows}a rare one,rare\n")
+    recipes = (load_recipe("classifier", [f"run.seed={n}"], data=str(table)) for n in range(200))
+    recipe = next(one for one in recipes if "rare" in {label for _, label in _rows_of(one)[0]})
+    Baseline().say(recipe)
+    assert "WARNING: no held-out row has the label rare: " in capsys.readouterr().out
+
+
 def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8)
     assert confusion_lines(report)[1].split() == [

@@ -34,7 +34,9 @@ from train.checkpoint import (
 )
 from train.convert import Conversion, convert
 from train.data import open_dataset
+from train.loop import Best
 from train.metrics import read_metrics
+from train.model import Stepped
 from train.pretrained import converted, read_original
 from train.recipe import Recipe, load_recipe
 
@@ -381,6 +383,55 @@ def test_a_run_with_a_teacher_does_not_go_on_without(converted_bert: Path) -> No
     check_same_teacher(converted_bert / "run", converted_bert / "moved")
     with pytest.raises(RunError, match="learnt from another teacher than"):
         check_same_teacher(converted_bert / "run", converted_bert / "run")
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "watched"), [((2, 4), "any", [1, 2, 4]), ((4,), "fixed", [1, 4])]
+)
+def test_only_the_counts_that_were_asked_for_are_trained_and_choose_the_weights(
+    steps: tuple[int, ...],
+    schedule: str,
+    watched: list[int],
+    converted_bert: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = dataclasses.replace(
+        REQUEST, steps=steps, teacher=converted_bert / "run/teacher", epochs=1
+    )
+    chosen: list[dict[str, float]] = []
+    note = Best.note
+
+    def noting(best: Best, iteration: int, validation: dict[str, float], model: Stepped) -> None:
+        chosen.append(validation)
+        note(best, iteration, validation, model)
+
+    monkeypatch.setattr(Best, "note", noting)
+    table = str(converted_bert / "table.csv")
+    recipe = convert(str(converted_bert / "bert"), tmp_path / "run", request, table, quiet=True)
+    assert (recipe.steps.schedule, {*recipe.steps.short, recipe.steps.full}) == (
+        schedule,
+        {*steps},
+    )
+    log = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert list(log[-1]["validation"]) == [f"accuracy@{count}" for count in watched]
+    trained = [count for count in (watched[1], 4) if count in steps]
+    assert set(chosen[-1]) == {f"accuracy@{count}" for count in trained}
+
+
+def test_a_process_that_keeps_nothing_goes_on_from_the_same_weights(
+    converted_bert: Path, tmp_path: Path
+) -> None:
+    main, other = (load_run(converted_bert / "run") for _ in range(2))
+    keeping, reading = (Best(tmp_path, main.recipe.run) for _ in range(2))
+    with torch.no_grad():
+        for weight in main.model.parameters():
+            weight.add_(1.0)
+    keeping.note(7, {"accuracy@1": 0.5}, main.model)
+    reading.load(other.model)
+    assert (reading.value, reading.iteration) == (0.5, 7)
+    states = main.model.state_dict()
+    assert all(torch.equal(states[name], w) for name, w in other.model.state_dict().items())
 
 
 def test_the_best_weights_are_kept_and_training_ends_early(tmp_path: Path) -> None:

@@ -496,6 +496,37 @@ def test_at_the_end_only_endings_learn(
     assert {n for n, weight in models[-1].named_parameters() if weight.requires_grad} == learning
 
 
+@pytest.mark.long
+def test_a_conversion_killed_while_endings_learn_goes_on_to_the_same_weights(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("run.evaluate_every=1", "run.checkpoint_every=100", "optim.endings=3")
+    request = dataclasses.replace(
+        REQUEST, teacher=run / "teacher", overrides=(*REQUEST.overrides, *overrides)
+    )
+    iterate, killed_at = TrainingLoop.iterate, -1
+
+    def killed(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
+        if iteration == killed_at:
+            raise RuntimeError("killed")
+        # Of an evaluation in the last stage: better than any before it.
+        if iteration >= loop.recipe.optim.iterations - 3:
+            monkeypatch.setattr(loop, "watch", lambda: {"validation": {"accuracy@1": 1.0}})
+        return iterate(loop, iteration)
+
+    monkeypatch.setattr(TrainingLoop, "iterate", killed)
+    runs = []
+    for name, killed_at in (("whole", -1), ("cut", load_run(run).recipe.optim.iterations - 1)):
+        again = (str(run.parent / "bert"), tmp_path / name, request, str(run.parent / "table.csv"))
+        if killed_at >= 0:
+            with pytest.raises(RuntimeError, match="killed"):
+                convert(*again, quiet=True)
+            killed_at = -1
+        convert(*again, quiet=True)
+        runs.append(load_run(tmp_path / name).model.state_dict())
+    assert all(torch.equal(weight, runs[1][name]) for name, weight in runs[0].items())
+
+
 def test_endings_are_of_conversions_only(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"optim\.endings is for models of"):
         train(tiny_label_recipe("optim.endings=2"), tmp_path, quiet=True)

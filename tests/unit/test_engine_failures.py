@@ -104,7 +104,6 @@ def test_a_client_that_left_is_dropped_within_a_tick() -> None:
         count = len(caller.events)
         assert bench.idle()
         assert not caller.over.is_set() and len(caller.events) <= count + 1
-        assert bench.metrics.registry.get_sample_value("stepdial_cancelled_total") == 1
 
 
 def test_a_client_that_left_the_queue_never_runs() -> None:
@@ -115,13 +114,12 @@ def test_a_client_that_left_the_queue_never_runs() -> None:
             time.sleep(0.001)
         jobs = [bench.classify(7)[0], bench.generate("a", 5)[0]]
         for job in jobs:
-            bench.engine.cancel(job)
-            bench.engine.cancel(job)
+            assert bench.engine.cancel(job)
+            assert not bench.engine.cancel(job)
         bench.mood.gate.set()
         classified(first)
         assert bench.idle()
         assert bench.mood.calls == [("classify", 2, (1, 5))]
-        assert bench.metrics.registry.get_sample_value("stepdial_cancelled_total") == 2
 
 
 def test_draining_finishes_what_runs_and_takes_no_more() -> None:

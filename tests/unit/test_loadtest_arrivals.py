@@ -151,3 +151,30 @@ def test_a_trace_is_stretched_to_a_rate_or_sped_up() -> None:
     terms = Terms(shape="replay", rates=parse_levels("5"), duration_s=4.0, length_scale=0.1)
     shots = scheduled(terms, tuple(entries)).shots
     assert [(shot.prompt_tokens, shot.output_tokens) for shot in shots] == [(10, 5)] * 20
+
+
+@pytest.mark.parametrize(
+    ("requests", "rate", "sent", "lasts_s"),
+    [
+        (None, "", 12, 2.0),
+        (100, "", 12, 2.0),
+        (12, "", 12, 2.0),
+        (6, "", 6, 1.0),
+        (3, "", 3, 1.0),  # all at once
+        (12, "4", 12, 3.0),
+        (None, "4", 12, 30.0),
+    ],
+)
+def test_of_a_trace_every_request_is_sent_and_the_test_ends_with_it(
+    requests: int | None, rate: str, sent: int, lasts_s: float
+) -> None:
+    entries = tuple(Entry(float(second), 10, 5) for second in range(3) for _ in range(4))
+    terms = Terms(
+        shape="replay", rates=parse_levels(rate), duration_s=30.0 if requests is None else math.inf
+    )
+    schedule = scheduled(replace(terms, requests=requests), entries)
+    assert len(schedule.shots) == sent
+    assert schedule.length_s == pytest.approx(lasts_s)
+    assert schedule.stages[-1].duration_s == pytest.approx(lasts_s)
+    short = scheduled(replace(terms, requests=None, duration_s=1.5), entries)
+    assert (len(short.shots), short.length_s) == (6 if rate else 8, 1.5)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.mix import MixError, MixItem, Operation, Rota, parse_mix, resolve_mix
+from loadtest.outcomes import Generator, Outcome
 from loadtest.plan import LabelledError, Plan, PromptsError
-from loadtest.schedule import Terms
+from loadtest.schedule import Terms, parse_levels
 from loadtest.target import Ask, Offer
 
 OFFERS = (
@@ -112,6 +113,23 @@ def test_an_empty_rota_is_refused() -> None:
 def bodies(terms: Terms, offers: Sequence[Offer] = OFFERS, count: int = 20) -> list[dict[str, Any]]:
     plan = Plan(terms, offers)
     return [json.loads(plan.next_request()[1]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("unsent", [0, 1])
+def test_what_was_sent_whole_is_no_test_that_ended_early(unsent: int) -> None:
+    terms = Terms(mix="generate:8=1", shape="onoff", rates=parse_levels("10"), duration_s=2.0)
+    plan = Plan(terms, OFFERS)
+    assert plan.schedule is not None
+    sent = len(plan.schedule.shots) - unsent
+    plan.begin_s, plan.ended_s = 1000.0, 1000.6  # all are due in the begin of a period
+    plan.note("one", sent, Generator(0.1, 0.1))
+    plan.outcomes = [
+        Outcome(shot.operation, shot.due_s + 1000.0, 5.0) for shot in plan.schedule.shots[:sent]
+    ]
+    report = plan.report(1000.6)
+    assert report.ended_early == bool(unsent)
+    took_s = 0.6 if unsent else 2.0
+    assert report.stages[0].offered_per_s == pytest.approx(sent / took_s)
 
 
 def test_prompts_leave_half_the_window_to_the_answer() -> None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from loadtest.__main__ import build_parser
+from loadtest.capacity import drain_s_of
 from loadtest.mix import Operation
 from loadtest.objective import ObjectiveError, Verdict, parse_objective
 from loadtest.outcomes import Outcome, is_sure, percentile, percentile_interval, share_interval
@@ -44,6 +46,8 @@ def test_each_kind_of_limit_is_measured_on_what_it_is_about() -> None:
     assert verdict("tpot_p50_ms<20", outcomes).value == 15.0  # one figure for each stream
     broken = replace(stream, error="broke off")
     assert not verdict("tpot_p99_ms<20", [stream, broken]).met
+    assert not verdict("itl_p50_ms<25", [stream, broken, broken]).met  # refusing meets nothing
+    assert verdict("itl_p50_ms<25", [stream, stream, broken]).met
     assert verdict("error_share<0.3", outcomes).value == 0.25
     assert verdict("accuracy>0.5", outcomes).met  # a broken answer with its label counts too
     assert not verdict("ttft_p50_ms<40", [right]).met
@@ -98,6 +102,24 @@ def test_sure_is_only_what_enough_requests_say() -> None:
     one_stretch = [1.0] * 40 + [0.0] * 1960
     assert is_sure(spread_out, 0.01)
     assert not is_sure(one_stretch, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("objective", "drain", "waits_s"),
+    [
+        ("latency_p99_ms<3000", [], 6.0),
+        ("latency_p99_ms<3000", ["--drain", "5"], 5.0),
+        ("latency_p99_ms<100", [], 2.0),
+        ("ttft_p99_ms<100", [], 60.0),  # a stream may go on for long after its first token
+        ("latency_p50_ms<100,error_share<0.01", ["--drain", "30"], 30.0),
+    ],
+)
+def test_only_an_objective_of_latency_cuts_off_late_answers(
+    objective: str, drain: list[str], waits_s: float
+) -> None:
+    asked = ["--url", "http://127.0.0.1:1", "--timeout", "60", *drain]
+    options = build_parser().parse_args(asked)
+    assert drain_s_of(options, parse_objective(objective)) == waits_s
 
 
 def server(capacity_per_s: float, unsure: float = 0.0) -> Callable[[float, int], Point]:

@@ -416,6 +416,9 @@ def test_a_table_with_semicolons_is_labelled_with_semicolons(
     lines = predicted(source, "--text", "text", capsys=capsys)
     assert lines[0] == "id;text;predicted_label;predicted_score;predicted_steps"
     assert lines[1].startswith('1;"Shares slide; oil, too.";')
+    source.write_text("id;text, raw\n1;Shares slide, oil too.\n")
+    lines = predicted(source, "--text", "text, raw", capsys=capsys)
+    assert lines[1].startswith("1;Shares slide, oil too.;")
     source.write_text("Shares slide; oil too.\n")  # a table of texts alone
     line, _ = predicted(source, "--text", "0", capsys=capsys)
     assert line.startswith("Shares slide; oil too.,")

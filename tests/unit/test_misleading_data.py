@@ -153,7 +153,8 @@ def test_rows_without_text_are_left_out_and_counted(
 ) -> None:
     (tmp_path / "t.csv").write_text('text,label\n"",pos\ngood,pos\n')
     assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
-    assert "left out 1 rows without text" in caplog.text
+    read_table(table(str(tmp_path)), "t.csv")
+    assert caplog.text.count("left out 1 rows without text") == 1
 
 
 def test_one_class_and_repeated_labels_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Pretrained encoders: golden outputs and token ids, and what cannot be read."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,87 @@ def test_a_classifier_that_is_fine_tuned_already_answers_as_it_did(
         found = ours(tokens).logits
     assert float(expected.std()) > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_a_readout_is_taken_in_the_order_of_the_labels_of_the_data(tmp_path: Path) -> None:
+    labels = {0: "Positive", 1: "negative", 2: "neither"}
+    write_folder(tmp_path, "bert", "ForSequenceClassification", id2label=labels)
+    original, (tokens, _) = read_original(tmp_path), batch_of(tmp_path, 0)
+
+    def logits(*asked: str) -> torch.Tensor:
+        model = converted(original, len(asked), labels=asked).eval()
+        with torch.no_grad():
+            found: torch.Tensor = model(tokens).logits
+        return found
+
+    own = logits("positive", "negative", "neither")
+    assert torch.equal(logits("negative", "neither", "positive"), own[:, [1, 2, 0]])
+    assert torch.equal(logits("0", "1", "2"), own)
+    renamed = dataclasses.replace(original, labels=("LABEL_0", "LABEL_1", "LABEL_2"))
+    numbered = converted(renamed, 3, labels=("a", "b", "c")).eval()
+    with torch.no_grad():
+        assert torch.equal(numbered(tokens).logits, own)
+    other = converted(original, 3, labels=("sport", "trade", "art"))
+    assert not other.origin["encoder"]["dense"]  # a new readout for other classes
+
+
+@pytest.mark.parametrize(
+    ("noted", "pool", "said"),
+    [
+        ({}, "mean", ""),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first", ""),
+        ({"pooling_mode": "cls", "include_prompt": True}, "first", ""),
+        ({"pooling_mode": ["mean"]}, "mean", ""),
+        ({"pooling_mode": "max"}, "mean", "pooling by max is not supported: the mean"),
+        (
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            "mean",
+            "pooling by cls and mean is not supported",
+        ),
+    ],
+)
+def test_pooling_is_read_as_any_release_of_sentence_transformers_notes_it(
+    noted: dict[str, Any], pool: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_folder(tmp_path, "bert")
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(noted))
+    assert read_original(tmp_path).encoder.pool == pool
+    assert said in caplog.text if said else not caplog.text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": False},
+    ],
+)
+def test_of_two_files_of_a_tokenizer_the_config_counts(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    write_folder(tmp_path, "bert")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("A Film", "un caf\u00e9", "\u4e2d\u6587"):
+        assert read_original(tmp_path).tokenizer.encode(text).ids == theirs(text).input_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "dropped", "changed"),
+    [("roberta", "pad_token_id", {}), ("distilbert", "layer_norm_eps", {"layer_norm_eps": 0.1})],
+)
+def test_settings_count_as_they_do_in_transformers(
+    family: str, dropped: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    model = write_folder(tmp_path, family)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop(dropped, None)
+    path.write_text(json.dumps(config | changed))
+    check_states(read_original(tmp_path), model, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -104,6 +104,35 @@ def test_heads_biases_and_ties_are_as_the_family_has_them(tmp_path: Path) -> Non
         assert found == (kv_heads, rotary, biases, tied), family
 
 
+def logits_as_transformers(folder: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    original, tokens = read_original(folder), tokens_of(folder)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits[..., : original.sizes.vocabulary]
+        found = converted(original, 0).eval()(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_a_readout_that_was_trained_without_its_tie_counts(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen2")
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    table = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": table.flip(0).clone()}, path, {"format": "pt"})
+    assert not sizes_of(tmp_path).tied
+    logits_as_transformers(tmp_path)
+    save_file(weights | {"lm_head.weight": table.clone()}, path, {"format": "pt"})
+    assert sizes_of(tmp_path).tied
+
+
+def test_the_newer_of_two_notes_of_theta_counts(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama")
+    rope = {"rope_theta": 77.0, "rope_type": "default"}
+    change(tmp_path, rope_parameters=rope, rope_theta=10_000.0)
+    assert sizes_of(tmp_path).theta == 77.0
+    logits_as_transformers(tmp_path)
+
+
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -119,6 +148,7 @@ def change(folder: Path, **changes: Any) -> None:
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
         ("mistral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt_neox", {"rotary_pct": 0.33}, r"rotary_pct = 0.33 of \d+ is an odd number"),
         ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual = False"),
         ("llama", {"model_type": "t5"}, "decoders of gpt2, llama"),
     ],

@@ -42,6 +42,8 @@ def test_the_recipe_is_the_original_made_short_and_any_step() -> None:
     assert retrofit_recipe(unnamed, "run", 0.2, []).steps.short == (1, 2, 4)
     chain = recipe_json(*FIXED, "model.block=timed", "model.depth=chain")
     assert retrofit_recipe(chain, "run", 0.2, []).steps.jump == 0  # a jump needs one trajectory
+    cut = recipe_json(*FIXED, "steps.jump=0", "steps.backprop=2")
+    assert retrofit_recipe(cut, "run", 0.2, []).steps.jump == 0  # and gradients through all of it
 
 
 def test_with_the_dial_of_time_one_pass_is_read_at_every_count() -> None:
@@ -75,6 +77,13 @@ def test_with_the_dial_of_time_one_pass_is_read_at_every_count() -> None:
 def test_runs_of_one_depth_are_refused_with_the_reason(overrides: list[str], reason: str) -> None:
     kept = recipe_json("steps.schedule=fixed", *overrides)
     with pytest.raises(RunError, match=reason):
+        retrofit_recipe(kept, "run", 0.2, [])
+
+
+def test_endings_have_learnt_already() -> None:
+    kept = recipe_json(*FIXED)
+    kept["optim"]["endings"] = 5  # type: ignore[index]  # as only a conversion has it
+    with pytest.raises(RunError, match="have endings of their own"):
         retrofit_recipe(kept, "run", 0.2, [])
 
 

@@ -1,6 +1,7 @@
 """Data with one label a word: what is read, where a label stands, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from train.data import open_dataset
 from train.data.batch import IGNORED
 from train.data.tables import DataError
+from train.data.tags import TagDataset, read_tags
 from train.recipe import Recipe, load_recipe
 
 RECIPE = """
@@ -67,12 +69,34 @@ def test_both_formats_say_the_same(tmp_path: Path) -> None:
     assert torch.equal(one.inputs[0], other.inputs[0]) and torch.equal(one.targets, other.targets)
 
 
-def test_short_texts_are_padded_and_long_ones_cut(tmp_path: Path) -> None:
+def test_short_texts_are_padded_and_long_ones_cut_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_json(tmp_path, [(["a"], ["B"]), (["b"] * 40, ["O"] * 40)] * 10)
     dataset = open_dataset(recipe_of(tmp_path, "data.tokenizer=words"))
+    assert isinstance(dataset, TagDataset)
+    dataset.warn_of_unseen()
+    assert re.search(r"\d of the 1\d texts to train on have more than 16 tokens", caplog.text)
     batch = dataset.batch(0, 18, 0)
     assert batch.inputs[0].shape[1] == 16
     assert ((batch.inputs[0] == 0) <= (batch.targets == IGNORED)).all()
+
+
+def test_a_hash_is_a_comment_before_a_text_and_a_word_within(tmp_path: Path) -> None:
+    lines = ["# sent_id = 1", "Pay O", "# B", "1.8 I", "", "# text", "end O"]
+    (tmp_path / "train.conll").write_text("\n".join(lines))
+    rows = read_tags(recipe_of(tmp_path, "data.label=1").data, "train.conll")
+    assert [list(row.words) for row in rows] == [["Pay", "#", "1.8"], ["end"]]
+
+
+def test_a_word_may_have_no_label_but_a_label_has_its_word(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"words": ["a", "b", "c"], "tags": ["X", null, "Y"]}')
+    [row] = read_tags(recipe_of(tmp_path).data, "train.jsonl")
+    assert row.labels == ["X", None, "Y"]
+    path.write_text('{"words": ["a", null], "tags": ["X", "Y"]}')
+    with pytest.raises(DataError, match="line 1: a word is null"):
+        read_tags(recipe_of(tmp_path).data, "train.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 
+from serve.api.openai import read_chat
 from serve.bundle import Bundle, BundleError, TextInput
 from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.errors import Unprocessable
+from serve.inputs.chat import ChatTemplate, Message
 from serve.inputs.text import Encoder, TextCodec, TextStream
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
+from train.data.text import train_tokenizer
 
 CHARS = TextCodec(generate_bundle())
 BPE = TextCodec(classify_bundle())
@@ -83,6 +88,105 @@ def test_the_name_of_padding_is_no_padding(text_codec: TextCodec) -> None:
         return
     with pytest.raises(Unprocessable, match="character '<'"):
         text_codec.encode_prompt("<pad>")
+
+
+def sentence_pieces(begin: bool = False) -> Tokenizer:
+    """A tokenizer as Llama 2 has it: a space is of the word behind it, and the first is cut off."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *"▁thecasonm"])}
+    merges = []
+    for word in ("▁the", "▁cat", "▁sat", "▁on"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append((word[: end - 1], word[end - 1]))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if begin:
+        tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def codec_with(tokenizer: Tokenizer, folder: Path, **facts: Any) -> TextCodec:
+    """Of a model that generates, with another tokenizer."""
+    facts = {"kind": "bpe", "eos_id": 2, "vocab_size": tokenizer.get_vocab_size()} | facts
+    bundle = described(**facts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(replace(bundle, folder=folder))
+
+
+def check_written(codec: TextCodec, before: list[int], tokens: list[int]) -> str:
+    """The text of an answer, which is the same at once and in pieces."""
+    stream = TextStream(codec, before)
+    pieces = [stream.push(token) for token in tokens]
+    whole = TextStream(codec, before).whole(tokens)
+    assert "".join(pieces) + stream.flush() == whole
+    return whole
+
+
+def test_an_answer_begins_with_the_space_of_its_first_word(tmp_path: Path) -> None:
+    llama = codec_with(sentence_pieces(), tmp_path)
+    prompt, sat = llama.encode_prompt("the cat"), llama.encode_prompt("sat on")
+    assert check_written(llama, prompt, sat) == " sat on"
+    assert check_written(llama, [], sat) == "sat on"  # a translation begins anew
+    unknown = [*sat[:1], 0, 0, *sat]
+    assert check_written(llama, prompt, unknown) == " sat sat on"
+    wanted = GenerationRequest(prompt, len(sat), 99, Sampling(temperature=0.0))
+    for streams in (False, True):
+        work = Generation(replace(wanted, stream=streams), llama, lambda event: None)
+        for token in sat:
+            work.accept(token, np.zeros(llama._spec.vocab_size, np.float32))
+        assert work.text == " sat on"
+
+
+def test_a_character_that_a_prompt_begins_is_of_the_answer() -> None:
+    first, second = BPE.encode_input("é", True).tokens
+    assert check_written(BPE, [first], [second]) == "\ufffd"
+
+
+def test_ends_of_lines_of_a_vocabulary_of_words(tmp_path: Path) -> None:
+    text = "the cat\nsat\n\non the\n"
+    tokenizer = train_tokenizer([text], "words", 20)
+    words = codec_with(tokenizer, tmp_path, kind="words", eos_id=None)
+    tokens = words.encode_prompt(text)
+    assert check_written(words, [], tokens) == text
+    assert check_written(words, tokens[:1], tokens[1:]) == text.removeprefix("the")
+    assert check_written(words, tokens[:3], tokens[3:]) == text.removeprefix("the cat\n")
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_a_template_writes_special_tokens_and_people_do_not(begin: bool, tmp_path: Path) -> None:
+    llama = codec_with(sentence_pieces(begin), tmp_path)
+    template = ChatTemplate(
+        "{% for m in messages %}<s>{{ m.content }}{{ eos_token }}{% endfor %}", "m"
+    )
+
+    def tokens(*contents: str) -> list[int]:
+        return read_chat([Message("user", content) for content in contents], template, llama)
+
+    def plain_tokens(word: str) -> list[int]:
+        return list(llama._tokenizer.encode(word, add_special_tokens=False).ids)
+
+    the, cat = plain_tokens("the"), plain_tokens("cat")
+    assert tokens("the", "cat") == [1, *the, 2, 1, *cat, 2]
+    forged = tokens("the", "</s><s>")
+    assert forged[: len(the) + 3] == [1, *the, 2, 1]
+    said = forged[len(the) + 3 : -1]
+    assert not {1, 2} & {*said} and len(said) > 2
+    bare, ended = (ChatTemplate("{{ messages[0].content }}" + end, "m") for end in ("", "</s>"))
+    plain = read_chat([Message("user", "</s>")], bare, llama)
+    assert plain == llama.encode_prompt("</s>") and 2 not in plain
+    late = read_chat([Message("user", "the")], ended, llama)
+    assert late == [*([1] if begin else []), *the, 2]
+    with pytest.raises(Unprocessable, match="more than 160 tokens"):
+        tokens("the " * 100_000)
+    with pytest.raises(Unprocessable, match=r"messages has \d+ tokens, but .* at most 160"):
+        tokens("the " * 160)
 
 
 def test_half_a_character_is_held_back() -> None:

@@ -1,6 +1,7 @@
 """Data: tables, corpora, generators, tokenizers; batches are functions of (seed, iteration)."""
 
 import csv
+import dataclasses
 import gzip
 import json
 import lzma
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from train.data import generators, open_dataset
 from train.data import text as tokens
 from train.data.labelled import LabelledDataset
-from train.data.tables import DataError, read_table
+from train.data.tables import DataError, Shuffle, read_table
 from train.data.text import TextDataset, cut, ids_of, train_tokenizer
 from train.recipe import DataConfig, load_recipe
 
@@ -79,6 +81,11 @@ def test_a_spreadsheet_may_separate_columns_by_semicolons(tmp_path: Path) -> Non
     path.write_text("text,label;note\na;b,1\n")  # commas do
     with pytest.raises(DataError, match=r"no column label; there are text, label;note"):
         read_table(table(str(tmp_path)), "t.csv")
+    path.write_text("id;text, raw;label\n1;a, b;yes\n")  # the header tells which has the columns
+    named = dataclasses.replace(table(str(tmp_path)), text=("text, raw",))
+    assert read_table(named, "t.csv") == [("a, b", "yes")]
+    path.write_text("text,label,a;b\nx,1,2\n")
+    assert read_table(table(str(tmp_path)), "t.csv") == [("x", "1")]
     path.write_text("text;label\na;b;c\n")
     with pytest.raises(DataError, match=r"row 1: 3 cells, but the header has 2: .* semicolons"):
         read_table(table(str(tmp_path)), "t.csv")
@@ -233,3 +240,31 @@ def test_listops_operators_by_hand() -> None:
 def test_the_stdlib_corpus_is_plain_python() -> None:
     text = generators.stdlib_text(50_000)
     assert len(text) == 50_000 and text.isascii() and "import" in text
+
+
+def test_no_row_waits_for_ever_because_it_is_long() -> None:
+    for rows, size in ((100, 64), (127, 64), (63, 32), (1631, 32)):
+        shuffle = Shuffle(list(range(rows)))
+        epochs = 12
+        drawn = [shuffle.rows(i, size, 0) for i in range(epochs * (rows // size))]
+        assert all(len(batch) == size for batch in drawn)
+        assert len({int(row) for batch in drawn for row in batch}) == rows
+
+
+def test_each_window_of_a_text_begins_as_a_text_does() -> None:
+    tokenizer = train_tokenizer(["abcdefgh" * 20], "chars", 100, False)
+    tokenizer.add_special_tokens(["<s>"])
+    begin = tokenizer.token_to_id("<s>")
+    plain = TextDataset("abcdefgh" * 40, DataConfig("text", held_out=0.25), 8, tokenizer)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    marked = TextDataset("abcdefgh" * 40, DataConfig("text", held_out=0.25), 8, tokenizer)
+    assert begin not in marked.train_ids and len(marked.train_ids) == len(plain.train_ids)
+    for batch in (marked.batch(0, 4, 0), next(marked.held_out(4))):
+        assert batch.inputs[0].shape == (4, 8) == batch.targets.shape
+        tokens, targets = batch.inputs[0].tolist(), batch.targets.tolist()
+        assert all(row[0] == begin for row in tokens) and not any(begin in row for row in targets)
+        assert [row[1:] for row in tokens] == [row[:-1] for row in targets]
+    rows = [row for batch in marked.held_out(4) for row in batch.inputs[0][:, 1:].tolist()]
+    joined = [token for row in rows for token in row]
+    assert joined == marked.held_ids[: len(joined)].tolist()  # no token is left out or twice
+    assert not any(begin in row for row in plain.batch(0, 4, 0).inputs[0].tolist())

@@ -13,6 +13,7 @@ import logging
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,7 +55,7 @@ def read_table(config: DataConfig, name: str) -> Rows:
         raise DataError(f"{path} cannot be read: {error}") from None
     kept = [row for row in rows if row[0].strip()]
     if len(kept) < len(rows):
-        _log.warning("%s: left out %d rows without text", path, len(rows) - len(kept))
+        _warn_of_empty(path, len(rows) - len(kept))
     if not kept:
         raise DataError(f"{path}: no rows")
     label, others = kept[0][1], kept[1:]
@@ -65,6 +66,11 @@ def read_table(config: DataConfig, name: str) -> Rows:
             "pass the names of its columns as --text and --label; if not, remove the row"
         )
     return kept
+
+
+@cache  # a training reads its table several times
+def _warn_of_empty(path: Path, rows: int) -> None:
+    _log.warning("%s: left out %d rows without text", path, rows)
 
 
 def table_path(config: DataConfig, name: str) -> Path:
@@ -111,11 +117,12 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    lines, separator = _separated(file, separator)
+    columns = (*config.text, config.label)
+    by_number = all(column.isdecimal() for column in columns)
+    lines, separator = _separated(file, separator, [] if by_number else columns)
     rows = _cells(csv.reader(lines, delimiter=separator, strict=True), path)
-    by_number = all(column.isdecimal() for column in (*config.text, config.label))
     header = None if by_number else [name.strip() for name in next(rows, [])]
-    for column in (*config.text, config.label):
+    for column in columns:
         if header is not None and header.count(column) > 1:
             raise DataError(f"{path}: two columns are called {column}: rename one")
     width = None if header is None else len(header)
@@ -133,16 +140,25 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
         )
 
 
-def _separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
-    """The lines of a table, and what separates its columns.
+def _separated(
+    lines: Iterator[str], separator: str, columns: Sequence[str]
+) -> tuple[Iterator[str], str]:
+    """The lines of a table, and what separates its columns, of which some are known.
 
-    A .csv whose first line has semicolons and no comma is separated by semicolons: spreadsheets
-    save it so where a comma is for decimals.
+    A .csv is separated by semicolons if its first line has some and no comma, or if only so its
+    header has the columns: spreadsheets save it so where a comma is for decimals.
     """
     first = next(lines, "")
-    if separator == "," and ";" in first and "," not in first:
-        separator = ";"
+    if separator == "," and ";" in first:
+        at_commas, at_semicolons = (_names(first, one) for one in ",;")
+        found = bool(columns) and at_semicolons.issuperset(columns)
+        if "," not in first or (found and not at_commas.issuperset(columns)):
+            separator = ";"
     return itertools.chain([first], lines), separator
+
+
+def _names(header: str, separator: str) -> set[str]:
+    return {name.strip() for name in next(csv.reader([header], delimiter=separator), [])}
 
 
 def _cells(reader: Any, path: Path) -> Iterator[list[str]]:
@@ -230,13 +246,13 @@ class Shuffle:
     def _epoch(self, epoch: int, size: int, seed: int) -> list[IndexArray]:
         draw = np.random.default_rng((seed, epoch))
         order = draw.permutation(len(self._lengths))
+        if len(order) > size:  # whole batches; the rows left out are of any length
+            order = order[: len(order) // size * size]
         batches: list[IndexArray] = []
         for start in range(0, len(order), size * POOL_BATCHES):
             pool = order[start : start + size * POOL_BATCHES]
             pool = pool[np.argsort(self._lengths[pool], kind="stable")]
             batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        if len(batches) > 1:
-            batches = [b for b in batches if len(b) == size]
         return [batches[i] for i in draw.permutation(len(batches))]
 
 

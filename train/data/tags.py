@@ -6,6 +6,7 @@ A word's label stands at its first token; its other tokens count for nothing.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from train.data.tables import (
 )
 from train.data.text import Ids, train_tokenizer
 from train.recipe import DataConfig
+
+_log = logging.getLogger("stepdial")
 
 
 class Tagged(NamedTuple):
@@ -81,7 +84,10 @@ def _from_json(line: str, config: DataConfig, where: str) -> Tagged:
         ) from None
     if not (isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0):
         raise DataError(f"{where}: expected as many labels as words, each a list that is not empty")
-    return Tagged([str(word) for word in words], [str(label) for label in labels])
+    if None in words:
+        raise DataError(f"{where}: a word is null; give it a text or remove it with its label")
+    known = [None if label is None else str(label) for label in labels]
+    return Tagged([str(word) for word in words], known)
 
 
 def _from_conll(
@@ -93,7 +99,8 @@ def _from_conll(
     labels: list[str | None] = []
     for number, line in lines:
         cells = line.split()
-        if cells and cells[0] not in ("-DOCSTART-", "#"):
+        comment = not words and cells[:1] == ["#"]  # within a text, # is a word like others
+        if cells and cells[0] != "-DOCSTART-" and not comment:
             try:
                 words.append(cells[int(at)])
                 labels.append(cells[int(label_at)])
@@ -143,11 +150,22 @@ class TagDataset:
         )
         self._classes = {value: i for i, value in enumerate(values)}
         self._window, self._first_only = window, first_only
+        self._longer = 0  # texts that were cut so far
         self._used = self._pack([train[i] for i in used])
+        self.longer = self._longer  # texts to train on that were cut
         self._held = self._pack([train[i] for i in held])
         self._test = self._held if test is None else self._pack(test)
         self.digest = digest_of(*(part for row in (*self._used, *self._held) for part in row))
         self._shuffle = Shuffle([len(row.ids) for row in self._used])
+
+    def warn_of_unseen(self) -> None:
+        """Say what a training and its measures will not see: the rest of long texts."""
+        if self.longer:
+            _log.warning(
+                "%d of the %d texts to train on have more than %d tokens and are cut; the rest is "
+                "not measured either: a larger model.window reads more of them",
+                *(self.longer, len(self._used), self._window),
+            )
 
     @property
     def sizes(self) -> Sizes:
@@ -185,6 +203,7 @@ class TagDataset:
             if end > start and word > begun and word < len(row.words):
                 targets[place] = self._class_of(row.labels[word])
                 begun = word
+        self._longer += len(ids) > self._window
         return TaggedRow(np.array(ids[: self._window], np.int32), targets[: self._window])
 
     def _class_of(self, label: str | None) -> int:

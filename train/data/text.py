@@ -126,8 +126,10 @@ def _words(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     spaced = decoders.WordPiece(prefix="##", cleanup=False)  # a space before all but the first
+    # Each word by itself, so that the text of an answer only grows.
+    ends = [decoders.Replace(end, "\n") for end in (f" {LINE_END}", LINE_END)]
     tokenizer.decoder = decoders.Sequence(
-        [spaced, decoders.Fuse(), decoders.Replace(f" {LINE_END} ", "\n")]
+        [spaced, *ends, decoders.Fuse(), decoders.Replace("\n ", "\n")]
     )
     return tokenizer
 
@@ -154,21 +156,31 @@ def _byte_pairs(
     return tokenizer
 
 
-def ids_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Ids]:
-    """Text after text; what a tokenizer notes about its tokens takes a hundred times their room."""
+def ids_of(tokenizer: Tokenizer, texts: Iterable[str], special: bool = True) -> Iterator[Ids]:
+    """Text after text; what a tokenizer notes about its tokens takes a hundred times their room.
+
+    Special: with the tokens that the tokenizer puts around each text.
+    """
     portion: list[str] = []
     waiting = 0
     for text in texts:
         portion.append(text)
         waiting += len(text)
         if waiting >= AT_ONCE:
-            yield from _ids_at_once(tokenizer, portion)
+            yield from _ids_at_once(tokenizer, portion, special)
             portion, waiting = [], 0
-    yield from _ids_at_once(tokenizer, portion)
+    yield from _ids_at_once(tokenizer, portion, special)
 
 
-def _ids_at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Ids]:
-    return [np.array(each.ids, np.int32) for each in tokenizer.encode_batch(texts)]
+def _ids_at_once(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Ids]:
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=special)
+    return [np.array(each.ids, np.int32) for each in encoded]
+
+
+def begin_of(tokenizer: Tokenizer) -> LongIds:
+    """The special tokens before each text, as a model of the Hub may have them."""
+    encoded = tokenizer.encode("a")
+    return np.array(encoded.ids[: [*encoded.special_tokens_mask, 0].index(0)], np.int64)
 
 
 def cut(ids: Ids, window: int, head: int, tail: int) -> Ids:
@@ -195,7 +207,7 @@ class TextDataset:
         self.tokenizer = tokenizer or train_tokenizer(
             learn_from, config.tokenizer, config.vocabulary, config.lowercase
         )
-        self.window = window
+        self.window, self._begin = window, begin_of(self.tokenizer)
         self.train_ids = self._encode(corpus.train)
         self.validation_ids = self._encode(corpus.validation)
         same = corpus.test == corpus.validation
@@ -216,38 +228,48 @@ class TextDataset:
         return Sizes(vocabulary=self.tokenizer.get_vocab_size())
 
     def _encode(self, text: str) -> LongIds:
-        return np.concatenate(list(ids_of(self.tokenizer, pieces(text)))).astype(np.int64)
+        ids = ids_of(self.tokenizer, pieces(text), special=False)
+        return np.concatenate(list(ids)).astype(np.int64)
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
-        return drawn_windows(self.train_ids, self.window, iteration, size, seed)
+        return drawn_windows(self.train_ids, self.window, iteration, size, seed, self._begin)
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        return windows_in_order(self.held_ids, self.window, size)
+        return windows_in_order(self.held_ids, self.window, size, self._begin)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        return windows_in_order(self.validation_ids, self.window, size)
+        return windows_in_order(self.validation_ids, self.window, size, self._begin)
 
 
-def drawn_windows(ids: LongIds, window: int, iteration: int, size: int, seed: int) -> Batch:
-    """Windows that begin anywhere: a function of (seed, iteration)."""
+NO_IDS = np.zeros(0, np.int64)
+
+
+def drawn_windows(
+    ids: LongIds, window: int, iteration: int, size: int, seed: int, begin: LongIds = NO_IDS
+) -> Batch:
+    """Windows that begin anywhere: a function of (seed, iteration). `begin` stands before each."""
     import torch  # whose draws the windows have always been; only training makes them
 
     draw = torch.Generator().manual_seed(seed * 1_000_003 + iteration)
     starts = torch.randint(len(ids) - window - 1, (size,), generator=draw)
-    return _windows(ids, starts.tolist(), window)
+    return _windows(ids, starts.tolist(), window, begin)
 
 
-def windows_in_order(ids: LongIds, window: int, size: int) -> Iterator[Batch]:
-    """Windows side by side, in batches of `size`."""
-    windows = (len(ids) - 1) // window
+def windows_in_order(
+    ids: LongIds, window: int, size: int, begin: LongIds = NO_IDS
+) -> Iterator[Batch]:
+    """Windows side by side, in batches of `size`, each with `begin` before it."""
+    own = window - len(begin)
+    windows = (len(ids) - 1) // own
     for first in range(0, windows, size):
-        starts = [i * window for i in range(first, min(first + size, windows))]
-        yield _windows(ids, starts, window)
+        starts = [i * own for i in range(first, min(first + size, windows))]
+        yield _windows(ids, starts, window, begin)
 
 
-def _windows(ids: LongIds, starts: list[int], window: int) -> Batch:
-    rows = as_tensor(np.stack([ids[s : s + window + 1] for s in starts]))  # (B, N + 1)
-    return Batch((rows[:, :-1],), rows[:, 1:])
+def _windows(ids: LongIds, starts: list[int], window: int, begin: LongIds) -> Batch:
+    end = window + 1 - len(begin)
+    rows = as_tensor(np.stack([np.concatenate([begin, ids[s : s + end]]) for s in starts]))
+    return Batch((rows[:, :-1],), rows[:, 1:])  # (B, N) both
 
 
 def pieces(text: str, size: int = 100_000) -> list[str]:
