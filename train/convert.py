@@ -356,7 +356,7 @@ def _table_of_run(
     short = sorted(set(request.steps) - {full})
     steps = {
         "full": full,
-        "short": short,
+        "short": short or [1],  # which `fixed` does not take
         "schedule": "any" if short else "fixed",
         "full_probability": 0.5,
         "grow": 0.0,
