@@ -224,7 +224,8 @@ def _export_run(arguments: argparse.Namespace) -> int:
         if file is not None and not file.is_file():
             raise ValueError(f"there is no file {file}")
     card = _read_card(arguments.card) if arguments.card else {}
-    default = Path("bundles") / (arguments.name or arguments.run.name)
+    folder = arguments.run if arguments.run.name not in ("", "..") else arguments.run.resolve()
+    default = Path("bundles") / (arguments.name or folder.name)
     # Of another target, --out is where that goes; the bundle it is made of stays beside the others.
     target = default if arguments.target != "onnx" else arguments.out or default
     request = ExportRequest(

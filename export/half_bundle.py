@@ -19,7 +19,7 @@ from export.graph import keep_shapes
 from export.half import OWN_WEIGHTS, Half, Products, chooses, half_caches, use_half
 from export.pieces import WeightsFile
 from export.quality import Measured, choose_default, compare, logits_of, named_rungs, range_of
-from export.run import CARD, sealed_trial
+from export.run import CARD, check_target, sealed_trial
 from export.verify import VerificationError, allowed
 from serve.bundle import (
     Bundle,
@@ -41,6 +41,7 @@ def halve_bundle(
 ) -> Bundle:
     """The bundle with 16-bit weights and caches, each rung measured on these rows."""
     manifest = bundle.manifest
+    check_target(target)
     if manifest.rounds:
         raise ValueError(
             f"{manifest.name} is {manifest.precision_in_words} already: name a bundle of fp32, or "
@@ -79,7 +80,8 @@ def halve_bundle(
 def _write_graphs(bundle: Bundle, draft: Manifest, half: Half, staging: Path) -> None:
     step = {} if draft.step is None else draft.step.graphs
     weights = WeightsFile(draft.weights)
-    for path in sorted(bundle.folder.glob("*.onnx")):
+    named = {*step.values(), *(graph for rung in draft.rungs for graph in rung.graphs.values())}
+    for path in (bundle.folder / graph for graph in sorted(named)):
         model = onnx.load(str(path))
         if draft.cache == "kv_fp16" and path.name == step.get("step"):
             half_caches(model.graph)
@@ -91,8 +93,8 @@ def _write_graphs(bundle: Bundle, draft: Manifest, half: Half, staging: Path) ->
             keep_shapes(model)
         (staging / path.name).write_bytes(model.SerializeToString(deterministic=True))
     weights.write(staging)
-    for path in staging.glob("*.onnx"):
-        onnx.checker.check_model(str(path))
+    for graph in sorted(named):
+        onnx.checker.check_model(str(staging / graph))
     spec = draft.tokenizer
     for file in () if spec is None else (spec.file, spec.chat_template):
         if file is not None:

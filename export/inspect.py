@@ -130,8 +130,11 @@ def flat_in_words(manifest: Manifest) -> str | None:
     metric = manifest.rungs[0].quality.metric
     if first == last or manifest.default_steps != first or metric not in TOLERATED:
         return None
-    if manifest.range is not None and manifest.range.high > TOLERATED[metric]:
+    if manifest.range is None or manifest.range.high > TOLERATED[metric]:
         return None  # too few rows to say
+    values = [(-1 if metric == "loss" else 1) * rung.quality.value for rung in manifest.rungs]
+    if max(values) > values[0] + TOLERATED[metric]:
+        return None  # some between are
     enough = "one step" if first == 1 else steps_in_words(first)
     by = "0.01 nats a token" if metric == "loss" else "half a point"
     return f"This model needs {enough}: up to {last}, no more are better by {by}."

@@ -30,11 +30,12 @@ from serve.runtime.protocol import FloatArray
 from train.data import open_measured
 from train.data.batch import IGNORED, Batch, Dataset
 from train.recipe import AS_TRAINED, Columns, RecipeError, data_at, recipe_from
-from train.tally import Z95, PerRow, Sums
+from train.tally import PerRow, Sums, half_interval
 
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
 EVALUATION_LOGITS = 1 << 26  # numbers in its logits
 EVALUATION_IMAGES = 256
+_PORTIONS = 16  # some rows are so many batches at least, of rows of all lengths
 
 
 class Measured(NamedTuple):
@@ -48,15 +49,16 @@ def held_out_batches(dataset: Dataset, manifest: Manifest, samples: int | None) 
     """The held-out split, whole, or about `samples` of its rows."""
     size = _batch_rows(manifest)
     if samples is not None:
-        size = min(size, max(2, samples))  # an interval needs two
+        portions = 1 if manifest.task == "generate" else _PORTIONS
+        size = min(size, max(2, samples // portions))  # an interval needs two
     batches: Iterable[Batch] = dataset.held_out(size)
     if samples is None:
         return batches
     if manifest.task == "generate":
         return itertools.islice(batches, max(1, samples // size))
     every = list(batches)  # in order of length: take batches all over
-    wanted = max(1, min(len(every), samples // size))
-    return [every[i] for i in np.linspace(0, len(every) - 1, wanted).round().astype(int)]
+    wanted = max(1, min(len(every), round(samples / size)))
+    return [every[int((i + 0.5) * len(every) / wanted)] for i in range(wanted)]
 
 
 def _batch_rows(manifest: Manifest) -> int:
@@ -191,8 +193,7 @@ def _worse(rung: Measured, best: Measured, sign: int) -> bool:
 def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
     """By how much one is better, row by row on the same rows, and half its 95 % interval."""
     ahead = sign * (one.per_row - other.per_row)  # (R,)
-    spread = Z95 * float(ahead.std(ddof=1)) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
-    return float(ahead.mean()), spread
+    return float(ahead.mean()), half_interval(ahead, one.quality.metric)
 
 
 # `stepdial evaluate BUNDLE`: quality of every rung, again, in the runtime, beside its manifest.

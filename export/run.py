@@ -1,7 +1,6 @@
 """From a run to a bundle: trace, stitch, verify, calibrate, seal. A failed check ends it."""
 
 import dataclasses
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +52,7 @@ from serve.bundle import (
     seal_bundle,
     steps_in_words,
 )
-from serve.bundle.folder import file_entry
+from serve.bundle.folder import file_entry, link_or_copy
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.classifier import present_positions
 from serve.runtime.protocol import RowArray
@@ -121,8 +120,10 @@ class Trial:
         rungs = tuple(dataclasses.replace(rung, against_fp32=None) for rung in self.draft.rungs)
         draft = dataclasses.replace(self.draft, precision="fp32", cache=traced.cache, rungs=rungs)
         with open_staging(target) as folder:
-            if draft.tokenizer is not None:
-                os.link(staging / draft.tokenizer.file, folder / draft.tokenizer.file)
+            spec = draft.tokenizer
+            for file in () if spec is None else (spec.file, spec.chat_template):
+                if file is not None:
+                    link_or_copy(staging / file, folder / file)
             write_graphs(folder, traced, ladder, "fp32")
             with sealed_trial(draft, folder, target, self._threads) as model:
                 yield model
@@ -257,7 +258,7 @@ def sealed_trial(
     """The staged graphs, sealed and opened, beside the target; gone afterwards."""
     with open_staging(target.with_name(f"{target.name}.trial")) as trial:
         for path in staging.iterdir():
-            os.link(path, trial / path.name)
+            link_or_copy(path, trial / path.name)
         folder = trial.with_name(f"{trial.name}-sealed")
         try:
             yield open_model(seal_bundle(trial, draft, folder), threads)
@@ -320,7 +321,7 @@ def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = pri
     model, recipe, tokenizer, facts = load_run(run)
     recipe = data_at(recipe, data)
     _ladder(model, recipe, request)
-    _check_target(request.target)
+    check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
     same = facts.get("data_sha256") in (None, dataset.digest)
@@ -340,7 +341,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         request.steps not in ((), (1,)) or request.method not in (None, "euler")
     ):
         say("the weights of this model differ by depth, so its bundle has one step count, 1")
-    _check_target(request.target)
+    check_target(request.target)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
         answers = Answers(model, samples.edges(), ladder.method)
@@ -492,7 +493,7 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
     return Ladder(request.steps or tuple(ladder_of(recipe)), method)
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     """Before the work, not after it: whether a bundle can be sealed there."""
     above = next((one for one in target.parents if one.exists()), target.parent)
     if above.exists() and not above.is_dir():

@@ -46,7 +46,9 @@ def check_target(arguments: argparse.Namespace) -> None:
     from train.checkpoint import read_facts  # with torch
 
     facts = read_facts(arguments.run)
-    name = arguments.name or str(facts["recipe"].get("name"))
+    from export.__main__ import name_of
+
+    name = arguments.name or name_of(arguments.run) or str(facts["recipe"].get("name"))
     folder = _folder(name, arguments)
     if arguments.target == "triton":
         from export.triton import check_repository

@@ -22,6 +22,7 @@ from serve.bundle import (
     open_staging,
     steps_in_words,
 )
+from serve.bundle.folder import link_or_copy
 from serve.runtime.protocol import largest_row
 
 # The most rows of one call. Triton splits nothing: a request of more rows is refused.
@@ -322,10 +323,7 @@ def _place_weights(bundle: Bundle, folder: Path, placed: Path | None) -> Path:
     if placed is None:
         shutil.copyfile(bundle.weights_path, path)
         return path
-    try:
-        os.link(placed, path)
-    except OSError:  # this file system has no links
-        shutil.copyfile(placed, path)
+    link_or_copy(placed, path)
     return placed
 
 

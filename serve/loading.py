@@ -6,6 +6,7 @@ event loop, between two requests.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,23 +139,23 @@ class Loading:
         self._changed = changed
         self._editions = count(1)
         self._turn = asyncio.Lock()
-        # The manifest last read from each folder that is checked again.
-        self._manifests: dict[Path, Manifest] = {
-            served.bundle.folder.resolve(): served.manifest for served in engine.catalog
+        # The manifest last read from each folder that is checked again, None of one that has
+        # vanished. Folders are named as they were given: links may lead elsewhere later.
+        self._manifests: dict[Path, Manifest | None] = {
+            served.bundle.folder.absolute(): served.manifest for served in engine.catalog
         }
-        self._allowed = tuple(
-            folder.resolve()
-            for folder in settings.admin_folders or (*self._manifests, settings.zoo)
-        )
+        self._allowed = settings.admin_folders or (*self._manifests, settings.zoo)
 
     def allowed(self, folder: str) -> Path:
         """The folder with this path; FolderForbidden unless models may be loaded from it."""
         try:
-            path = Path(folder).resolve()
+            path = Path(os.path.abspath(folder))
+            real = path.resolve()
         except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or not a path
             raise InvalidField("bundle must be the path of a folder", param="bundle") from None
-        if not any(path.is_relative_to(one) for one in self._allowed):
-            listed = ", ".join(map(str, self._allowed))
+        allowed = [one.resolve() for one in self._allowed]
+        if not any(real.is_relative_to(one) for one in allowed):
+            listed = ", ".join(map(str, allowed))
             raise FolderForbidden(
                 f"bundle must lie in one of {listed}: put it there, or start the server with other "
                 "--admin-folders",
@@ -195,7 +196,7 @@ class Loading:
         folders = list(self._manifests)
         if self._zoo is not None:
             try:
-                found = [folder.resolve() for folder in find_bundles(self._zoo)]
+                found = [folder.absolute() for folder in find_bundles(self._zoo)]
             except BundleError as error:
                 _log.warning("%s", error)
                 found = []
@@ -204,19 +205,23 @@ class Loading:
 
     async def _renew(self, folder: Path) -> None:
         if not folder.is_dir():
-            _log.warning("%s has vanished; the model loaded from it stays", folder)
+            if self._manifests.get(folder) is not None:
+                _log.warning("%s has vanished; the model loaded from it stays", folder)
+            self._manifests[folder] = None  # so that what comes there later is new
             return
         bundle = await asyncio.to_thread(read_bundle, folder, verify=False)
         if bundle.manifest == self._manifests.get(folder):
             return
-        if folder not in self._manifests:
+        if self._manifests.get(folder) is None:
             self._check_new(bundle)
         self._manifests[folder] = (await self._load(folder)).loaded.manifest
 
     def _check_new(self, bundle: Bundle) -> None:
         """Refuse a new folder with the name of a model from another folder that still exists."""
         served = self._engine.catalog.get(bundle.manifest.name)
-        if served is not None and served.bundle.folder.is_dir():
+        if served is None or served.bundle.folder.absolute() == bundle.folder:
+            return
+        if served.bundle.folder.is_dir():
             raise BundleError(
                 f"is named {served.name}, like {served.bundle.folder}: remove one of them",
                 file=str(bundle.folder),
@@ -227,7 +232,7 @@ class Loading:
         served, cost = await asyncio.to_thread(self._open, folder, next(self._editions))
         replaced = self._engine.catalog.get(served.name)
         self._engine.serve(served, cost)
-        if folder in self._manifests:
+        if folder in self._manifests or (self._zoo and folder.parent == self._zoo.absolute()):
             self._manifests[folder] = served.manifest
         seconds = time.perf_counter() - begun_s
         _log.info("loaded %s from %s in %.2f s", served.name, folder, seconds)

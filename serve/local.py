@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from serve.api.body import BudgetFields, GenerateRequest, TokenLabel, validated
 from serve.api.submission import (
     classification_job,
@@ -166,6 +168,8 @@ class LocalModel:
         self._check_open()
         embedder(self._catalog, self.name)
         found = self._found(texts, steps, effort, truncate, embeds=True)
+        if not found:
+            return np.zeros((0, self._served.manifest.embedding or 0), np.float32)
         return unit_vectors([one for one, _, _ in found])
 
     def _found(
@@ -182,8 +186,9 @@ class LocalModel:
         decision = decide(asked.budget_request, manifest)
         if isinstance(inputs, str):  # whose items are its characters
             raise InvalidField("inputs must be a list: for one text, [text]", param="inputs")
+        plain = (one.tolist() if hasattr(one, "tolist") else one for one in inputs)  # arrays
         items = tuple(
-            Input(manifest.input.kind, value, f"inputs[{i}]") for i, value in enumerate(inputs)
+            Input(manifest.input.kind, value, f"inputs[{i}]") for i, value in enumerate(plain)
         )
         for item in items:
             if manifest.input.kind == "text" and not isinstance(item.value, str):
@@ -197,7 +202,8 @@ class LocalModel:
                     param=item.param,
                 )
         check_kinds(items, manifest)
-        rows = read_items(items, manifest, self._served.text, truncate)
+        # One by one: the limit of pixels is that of a request to a server.
+        rows = [read_items((one,), manifest, self._served.text, truncate)[0] for one in items]
         order = sorted(range(len(rows)), key=lambda i: row_length(rows[i].row, manifest))
         lane = LaneKey(self._served.key, "classify", decision.steps, embeds=embeds)
         found: dict[int, tuple[Scores | Tags, int, InputRow]] = {}

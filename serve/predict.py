@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from serve.bundle import EFFORTS, BundleError, Effort
 from serve.errors import ServeError
@@ -196,7 +196,7 @@ def _labelled(
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Each row with what is added to it, and whether its text was cut."""
     texts = [_words(row, columns, where) for where, row in rows]
-    given = [i for i, words in enumerate(texts) if " ".join(words).strip()]
+    given = [i for i, text in enumerate(texts) if text.joined.strip()]
     try:
         found = _answers(model, [texts[i] for i in given], arguments) if given else []
     except ServeError as error:
@@ -214,40 +214,52 @@ def _added_columns(model: "LocalModel") -> tuple[str, ...]:
 
 
 def _answers(
-    model: "LocalModel", texts: list[list[str]], arguments: argparse.Namespace
+    model: "LocalModel", texts: "list[_Text]", arguments: argparse.Namespace
 ) -> list[tuple[_Cells, bool]]:
     """The added cells of each text, and whether it was cut."""
-    joined, steps, effort = list(map(" ".join, texts)), arguments.steps, arguments.effort
+    joined, steps, effort = [one.joined for one in texts], arguments.steps, arguments.effort
     if model.task != "tag":
         labels = model.classify(joined, steps=steps, effort=effort)
         return [((one.label, round(one.score, 6), one.steps), one.truncated) for one in labels]
     tagged = model.tag(joined, steps=steps, effort=effort)
     return [
         (
-            (_label_of_each(words, one.tokens) if one.text is None else one.text, one.steps),
+            (_label_of_each(text, one.tokens) if one.text is None else one.text, one.steps),
             one.truncated,
         )
-        for words, one in zip(texts, tagged, strict=True)
+        for text, one in zip(texts, tagged, strict=True)
     ]
 
 
-def _label_of_each(words: list[str], tokens: "list[TokenLabel]") -> list[str | None]:
-    """The label at the beginning of each word; None of one that was cut off."""
-    labels = {token["start"]: token["label"] for token in tokens}
-    starts = itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0)
-    return [labels.get(start) for start, word in zip(starts, words, strict=True) if word]
-
-
-def _words(row: dict[str, Any], columns: list[str], where: str) -> list[str]:
+class _Text(NamedTuple):
     """The words of a text: those of a list, or what spaces separate."""
+
+    words: list[str]
+    listed: bool  # each of them counts, one without a letter too
+
+    @property
+    def joined(self) -> str:
+        return " ".join(self.words)
+
+
+def _label_of_each(text: _Text, tokens: "list[TokenLabel]") -> list[str | None]:
+    """The label at the beginning of each word; None of one that is empty or was cut off."""
+    labels = {token["start"]: token["label"] for token in tokens}
+    starts = itertools.accumulate((len(word) + 1 for word in text.words[:-1]), initial=0)
+    placed = zip(starts, text.words, strict=True)
+    return [labels.get(start) if word else None for start, word in placed if word or text.listed]
+
+
+def _words(row: dict[str, Any], columns: list[str], where: str) -> _Text:
     cells = [row.get(column) for column in columns]  # lines of JSON may leave one out
     if len(cells) == 1 and isinstance(cells[0], list):
-        return [str(word) for word in cells[0]]
+        return _Text([str(word) for word in cells[0]], listed=True)
     for column, cell in zip(columns, cells, strict=True):
         if isinstance(cell, dict | list):
             raise ValueError(f"{where}: {column} is no text: {json.dumps(cell)[:60]}")
     # What is missing is null or NaN, the only value that does not equal itself.
-    return " ".join(str(cell) for cell in cells if cell is not None and cell == cell).split(" ")
+    text = " ".join(str(cell) for cell in cells if cell is not None and cell == cell)
+    return _Text(text.split(" "), listed=False)
 
 
 def _naming_the_row(error: ServeError, places: list[str]) -> str:

@@ -339,6 +339,10 @@ class InferRequest(_RequestPart):
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES]})
 
     id: str = Field("", description="Id of the request; the answer repeats it.")
+    model_name: str | None = Field(
+        None, description="As KServe's client repeats it: the model of the path, or left out."
+    )
+    model_version: str | None = Field(None, description="Accepted and ignored, as `model_name`.")
     parameters: dict[str, Any] = Field(
         {},
         description="The budget fields, the options of generation, and `binary_data_output`.",
@@ -727,7 +731,11 @@ def metadata_of(manifest: Manifest) -> ModelMetadata:
                 level.max_disagreement for level in calibrated if level.threshold is not None
             ],
             labels=None if manifest.labels is None else list(manifest.labels),
-            request=list(parameter_names(manifest.task)),
+            request=[
+                name
+                for name in parameter_names(manifest.task)
+                if name != "truncate" or manifest.input.kind == "text"
+            ],
         ),
     )
 
@@ -1157,6 +1165,11 @@ def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
         asked, raw = await read_inference(exchange, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
+        if asked.model_name and asked.model_name != name:
+            raise InvalidField(
+                f"model_name is {asked.model_name[:80]!r}, but the path names {name}: leave it out",
+                param="model_name",
+            )
         InputSpec.of(manifest).check(asked.inputs, served.name, settings.max_inputs)
         wanted = wanted_outputs(asked, manifest)
         inference = Inference(exchange, engine, reader, served, asked, raw[0], wanted)

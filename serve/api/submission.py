@@ -49,7 +49,7 @@ from serve.engine.search import Translation
 from serve.engine.writing import MAX_SEED, Generation, GenerationRequest, Sampling
 from serve.errors import InvalidField, Unprocessable
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
-from serve.inputs.rows import Input, InputRow, greatest_length, row_length
+from serve.inputs.rows import Input, InputRow, greatest_length, least_length, row_length
 from serve.settings import Settings
 
 # What to generate, from a request.
@@ -412,14 +412,18 @@ class Submission:
         if self.deadline is not None:
             left_s = max(0.0, self.deadline.ends_s - self.engine.clock())
             timer = asyncio.get_running_loop().call_later(left_s, self.engine.lapse, *jobs)
+        left = False
         try:
             yield
+        except (ClientGone, asyncio.CancelledError):  # the latter behind another server than ours
+            left = True
+            raise
         finally:
             if timer is not None:
                 timer.cancel()
             unwatch()
             cancelled = [self.engine.cancel(job) for job in jobs]
-            if events.gone and any(cancelled):
+            if (left or events.gone) and any(cancelled):
                 self.engine.metrics.cancelled.inc()
             if holder is not None:  # tokens that were reserved and not generated
                 holder.return_tokens(sum(job.tokens_left * job.beams for job in jobs))
@@ -439,18 +443,22 @@ class Submission:
 
         Rows that cannot be classified in time are refused before they are read.
         """
+        lane, manifest = self._lane(), self.served.manifest
+        if traced or embeds:
+            lane = lane._replace(traced=traced, embeds=embeds)
         if self.deadline is not None:
             choices = self.decision.choices
             least = choices[0].steps if choices else self.decision.steps
-            lengths = (greatest_length(self.served.manifest),) * rows
-            self.engine.check_early(self._lane(), least, lengths, self.deadline)
+            shortest, longest = (
+                (length(manifest),) * rows for length in (least_length, greatest_length)
+            )
+            self.engine.check_early(lane, least, shortest, longest, self.deadline)
         inputs = await reader.read(self.exchange, characters, self.deadline, read)
         events = EventQueue()
-        lane = self._lane()
         job = classification_job(
             inputs,
-            self.served.manifest,
-            lane._replace(traced=traced, embeds=embeds) if traced or embeds else lane,
+            manifest,
+            lane,
             partial(events.deliver, 0),
             self.deadline,
             self.decision.step_choices,

@@ -161,6 +161,14 @@ def read_checked(path: Path, expected: FileEntry) -> bytes:
     return content
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file at another place; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def file_entry(path: Path) -> FileEntry:
     """The entry for a file as it is now."""
     return FileEntry(sha256=_sha256(path), bytes=path.stat().st_size)

@@ -352,19 +352,30 @@ class Backlog:
             raise _too_long(wait_s, wait_s)
 
     def check_early(
-        self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
+        self,
+        key: LaneKey,
+        least: int,
+        shortest: tuple[int, ...],
+        longest: tuple[int, ...],
+        deadline: Deadline,
+        now_s: float,
     ) -> None:
         """Refuse, before it is parsed, a classification that cannot be in time whatever its text.
 
-        `least` is the fewest steps it may get, `most` the most tokens of each row. Not refused
-        here: one that may be too long for its deadline even on an idle server, which gets another
-        error.
+        `least` is the fewest steps it may get, `shortest` and `longest` the tokens that each row
+        may have. Not refused here for its place in the queue: one that may be too long for its
+        deadline even on an idle server, which gets another error.
         """
         lane = self._classify_lane(key)
         if lane is None:
             return
+        idle_s = lane.idle_s(least, shortest)
+        if idle_s > deadline.given_s:
+            if self._jobs.idle:
+                self._common.lower_caution()
+            raise ImpossibleDeadline(deadline.given_s, idle_s, least)
         late_s = lane.least_late_s(least, deadline.ends_s, max(now_s, self._busy_until_s))
-        if late_s > 0 and lane.idle_s(least, most) <= deadline.given_s:
+        if late_s > 0 and lane.idle_s(least, longest) <= deadline.given_s:
             raise _too_busy(late_s)
 
     def steps_for(

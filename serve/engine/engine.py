@@ -403,11 +403,18 @@ class Engine:
         with self._lock:
             self._backlog.check_unread(wait_s, deadline, self.clock())
 
-    def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
+    def check_early(
+        self,
+        key: LaneKey,
+        least: int,
+        shortest: tuple[int, ...],
+        longest: tuple[int, ...],
+        given: Deadline,
+    ) -> None:
         """Raise if a classification has no time whatever its text: see Backlog."""
         with self._lock:
             self._check_works()
-            self._backlog.check_early(key, least, most, given, self.clock())
+            self._backlog.check_early(key, least, shortest, longest, given, self.clock())
 
     def steps_for(
         self, key: LaneKey, choices: Sequence[int], size: GenerationSize, deadline: Deadline | None

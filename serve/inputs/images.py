@@ -30,19 +30,25 @@ LARGEST = 1e30
 def check_list(value: object, param: str) -> list[Any]:
     """A list that is not empty."""
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else "no list"
+        found = "an empty list" if isinstance(value, list) else "no list"
         raise InvalidField(f"{param} is {found}: send a list of numbers", param=param)
     return value
 
 
-def number_rows(rows: list[Any], param: str) -> tuple[npt.NDArray[np.float64], bool]:
-    """Rows of equally many finite numbers (R, K), and whether all were written as integers."""
+def number_rows(
+    rows: list[Any], param: str, across: int | None = None
+) -> tuple[npt.NDArray[np.float64], bool]:
+    """Rows of equally many finite numbers (R, K), and whether all were written as integers.
+
+    Of pixels, `across` says how many of them are a line.
+    """
     kinds: set[type] = set()
     for index, row in enumerate(rows):
-        row = check_list(row, f"{param}[{index}]")
+        place = f"[{index}]" if across is None else "[{}][{}]".format(*divmod(index, across))
+        row = check_list(row, f"{param}{place}")
         if len(row) != len(rows[0]):
             raise InvalidField(
-                f"{param}[{index}] has {len(row)} numbers, but the first has {len(rows[0])}: make "
+                f"{param}{place} has {len(row)} numbers, but the first has {len(rows[0])}: make "
                 "all equally long",
                 param=param,
             )
@@ -75,7 +81,8 @@ def _word(kinds: set[type]) -> str:
         list: "a list",
         dict: "an object",
     }
-    return words[next(kind for kind in words if kind in kinds)]
+    found = next((kind for kind in words if kind in kinds), None)
+    return "something that is no number" if found is None else words[found]
 
 
 # Images.
@@ -214,8 +221,11 @@ def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Im
     width, height = image.size
     across = max(1, width // (_SPARE * wanted[0]))
     down = max(1, height // (_SPARE * wanted[1]))
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     if width * height <= _LARGE_PIXELS or across == down == 1:
-        return _eight_bits(image)
+        small = _eight_bits(image)
+        small.getexif()[ExifTags.Base.Orientation] = orientation
+        return small
     small = Image.new(mode, (-(-width // across), -(-height // down)))
     lines = max(1, _STRIP_PIXELS // (width * down)) * down
     for top in range(0, height, lines):
@@ -226,7 +236,7 @@ def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Im
     # The last strips may reach beyond the image.
     box = (0.0, 0.0, width / across, height / down)
     small = small.resize(wanted, Image.Resampling.BILINEAR, box)
-    small.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
+    small.getexif()[ExifTags.Base.Orientation] = orientation
     return small
 
 
@@ -281,7 +291,7 @@ def _pixels_of(value: list[Any], param: str) -> tuple[npt.NDArray[np.float64], b
                 param=param,
             )
         flat += row
-    pixels, whole = number_rows(flat, param)
+    pixels, whole = number_rows(flat, param, len(lines[0]))
     if pixels.shape[1] not in MODES:
         raise Unprocessable(
             f"{param} has {pixels.shape[1]} numbers a pixel: send 1 (grey), 2 (grey, alpha), 3 "

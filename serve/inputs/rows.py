@@ -213,6 +213,12 @@ def read_items(
     return [InputRow(one.tokens, one.truncated) for one in encoded]
 
 
+def least_length(manifest: Manifest) -> int:
+    """`row_length` of the smallest possible row."""
+    spec = manifest.input
+    return _image_length(spec) if isinstance(spec, ImageInput) else 1
+
+
 def greatest_length(manifest: Manifest) -> int:
     """`row_length` of the largest possible row."""
     spec = manifest.input

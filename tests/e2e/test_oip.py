@@ -71,6 +71,19 @@ def test_a_classification_says_what_classify_says(
     assert facts["expected"] < facts["expected_full"] and facts["total_ms"] > 0
 
 
+def test_the_body_of_the_client_of_kserve(raw: httpx.Client) -> None:
+    body = {  # as InferRequest.to_rest() writes it
+        "id": "1",
+        "model_name": "tiny-classify",
+        "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["good"]}],
+    }
+    url = "/v2/models/tiny-classify/infer"
+    assert raw.post(url, json=body).raise_for_status().json()["id"] == "1"
+    other = raw.post(url, json=body | {"model_name": "another"})
+    assert other.status_code == 400
+    assert "model_name is 'another', but the path names tiny-classify" in other.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("parameters", "steps", "reason"),
     [

@@ -166,7 +166,8 @@ def test_a_port_that_another_server_takes_meanwhile_is_said_in_one_line(
 
         monkeypatch.setattr("serve.command.open_catalog", load_slowly)
         # As the process does it: afterwards these would change the tests that follow.
-        monkeypatch.setattr("serve.command._set_up", lambda settings: None)
+        monkeypatch.setattr("serve.command._set_up", lambda: None)
+        monkeypatch.setattr("serve.logs.set_up", lambda *settings: None)
         assert main([str(FOLDERS[0]), "--port", str(port)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"stepdial serve: cannot listen on 127.0.0.1 port {port} (")

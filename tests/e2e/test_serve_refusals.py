@@ -97,9 +97,9 @@ def test_impossible_budgets(
         (GENERATE, PROMPT | {"temperature": -1}, "temperature", "at least 0"),
         (GENERATE, PROMPT | {"temperature": 2.1}, "temperature", "at most 2"),
         (GENERATE, PROMPT | {"temperature": "hot"}, "temperature", "number"),
-        (GENERATE, PROMPT | {"top_p": 0}, "top_p", "greater than 0"),
+        (GENERATE, PROMPT | {"top_p": -0.1}, "top_p", "at least 0"),
         (GENERATE, PROMPT | {"top_k": 0}, "top_k", "at least 1"),
-        (GENERATE, PROMPT | {"seed": -1}, "seed", "at least 0"),
+        (GENERATE, PROMPT | {"seed": -(2**63) - 1}, "seed", "at least"),
         (GENERATE, PROMPT | {"seed": 2**63}, "seed", "at most"),
         (GENERATE, PROMPT | {"stop": ""}, "stop", "is empty"),
         (

@@ -234,13 +234,50 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         server.wait_until_it_says("has vanished; the model loaded from it stays")
         assert ("new-one", "serving") in admin.models()
+        server.process.send_signal(signal.SIGHUP)
+        build_classify(zoo / "added", name="added-one")
+        admin.load("added").raise_for_status()
+        build_classify(zoo / "new", name="new-one")  # what was there before, back again
+        shutil.rmtree(zoo / "added")
+        build_classify(zoo / "added", name="added-one", seed=3)
+
+        def editions() -> list[int]:
+            models = admin.models()
+            return [models[name, "serving"]["edition"] for name in ("new-one", "added-one")]
+
+        first, second = editions()
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: editions()[0] > first and editions()[1] > second)
         server.terminate()
         assert server.wait() == 0
         said = server.rest_of_output()
+    assert said.count("has vanished") == 1
     assert "is named tiny-classify, like" in said
     assert str(zoo / "broken") in said
-    assert said.count("Stepdial serves") == 2, "after each change it says what it serves"
+    assert said.count("Stepdial serves") == 5, "after each change it says what it serves"
     assert "  new-one        classify  steps 1, 2, 4" in said
+
+
+def test_sighup_follows_a_link_to_where_it_leads_now(tmp_path: Path) -> None:
+    for name, seed in (("v1", 0), ("v2", 1)):
+        build_generate(tmp_path / "store" / name, seed=seed)
+    (tmp_path / "zoo").mkdir()
+    link = tmp_path / "zoo/model"
+    link.symlink_to("../store/v1")
+    with (
+        server_process([link], environment={"STEPDIAL_ADMIN_KEY": KEY}) as server,
+        httpx.Client(base_url=server.url, timeout=30, headers=BEARER) as client,
+    ):
+        admin = Admin(server, client, tmp_path / "zoo")
+        before = admin.text()
+        link.unlink()
+        link.symlink_to("../store/v2")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: admin.models()["tiny-generate", "serving"]["edition"] > 0)
+        assert admin.text() != before
+        admin.load("model").raise_for_status()  # the path that was given
+        server.terminate()
+        assert server.wait() == 0
 
 
 def test_swaps_under_load_fail_nobody(tmp_path: Path) -> None:

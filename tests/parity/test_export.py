@@ -1,7 +1,9 @@
 """From run to bundle: every method and norm verified, weights once, never half a bundle."""
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -278,9 +280,31 @@ def test_the_commands_export_inspect_and_calibrate(
     read_bundle(target)
 
 
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
+
+
 def test_a_chat_template_goes_into_the_bundle(text_run: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{{ messages[0].content }}", encoding="utf-8")
-    request = ExportRequest(tmp_path / "b", (1,), samples=2, latency=False, chat_template=template)
-    path = export_run(text_run, request, say=lambda line: None).chat_template_path
-    assert path is not None and path.read_bytes() == template.read_bytes()
+    for precision in PRECISIONS:  # which has a float32 bundle beside it
+        request = ExportRequest(
+            tmp_path / precision,
+            (1,),
+            precision=precision,
+            samples=2,
+            latency=False,
+            chat_template=template,
+        )
+        path = export_run(text_run, request, say=lambda line: None).chat_template_path
+        assert path is not None and path.read_bytes() == template.read_bytes()
+
+
+def test_without_links_files_are_copied(
+    text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    request = ExportRequest(tmp_path / "b", (1,), precision="int8", samples=2, latency=False)
+    read_bundle(export_run(text_run, request, say=lambda line: None).folder)

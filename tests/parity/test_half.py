@@ -1,5 +1,6 @@
 """16-bit bundles: verified and compared at the export, half the file, and the answers of fp32."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +152,29 @@ def test_a_decoder_of_six_million_weights_answers_as_in_float32(
     bundle = export_run(large_run, request, say=lambda line: None)
     assert 6e6 < bundle.manifest.shape.parameters < 7e6
     check_quality(bundle)
+
+
+def test_only_graphs_that_the_manifest_names_get_16_bits(
+    label_floats: Bundle, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(label_floats.folder, tmp_path / "copied"))
+    first = label_floats.manifest.rungs[0].graph
+    shutil.copy(copied / first, copied / "old.onnx")
+    (copied / f"._{first}").write_bytes(b"\0\5\26\7")  # as a Mac leaves it
+    batch = Batch((torch.ones(2, 5, dtype=torch.long),), torch.zeros(2, dtype=torch.long))
+    made = halve_bundle(
+        read_bundle(copied), tmp_path / "b", "fp16", lambda: iter([batch]), lambda line: None
+    )
+    assert "old.onnx" not in made.manifest.files and not (made.folder / "old.onnx").exists()
+
+
+def test_where_it_cannot_be_written_is_said_before_it_is_measured(
+    label_floats: Bundle, tmp_path: Path
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is no bundle"):
+        halve_bundle(label_floats, tmp_path / "notes", "fp16", Iterator)
 
 
 def test_a_bundle_gets_16_bits_from_the_command(

@@ -131,7 +131,7 @@ def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     table = write_table(tmp_path / "table.csv", 120)
     few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
-    request = Conversion(rank=rank, max_tokens=24, epochs=2, teacher_epochs=2, overrides=few)
+    request = Conversion(rank=rank, max_tokens=24, epochs=3, teacher_epochs=3, overrides=few)
     convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
     asked = ExportRequest(
         tmp_path / "bundle", (1, 2, 3), precision="int8", samples=12, latency=False

@@ -1,9 +1,16 @@
 """Which rungs get words, and which one answers where nothing was asked."""
 
-import numpy as np
+from dataclasses import replace
 
-from export.quality import Measured, choose_default, name_efforts
-from serve.bundle import Metric, Quality
+import numpy as np
+import pytest
+
+from export.quality import Measured, choose_default, held_out_batches, name_efforts, range_of
+from serve.bundle import Metric, Quality, TextInput
+from tests.fixtures.tiny_folders import classify_bundle
+from train.data import open_dataset
+from train.recipe import load_recipe
+from train.tally import half_interval
 
 
 def test_efforts_are_spread_over_the_rungs() -> None:
@@ -47,3 +54,34 @@ def test_few_rows_never_make_the_slowest_rung_the_default() -> None:
     assert choose_default({1: wrong(9, 30), 4: wrong(0, 30)}) == 4
     assert choose_default({1: wrong(133, 1000), 4: wrong(67, 1000)}) == 4
     assert choose_default({1: wrong(1, 1), 4: wrong(0, 1)}) == 1
+
+
+def test_no_difference_in_few_rows_is_not_shown_to_be_none() -> None:
+    for rows, most in ((2, 0.66), (100, 0.037), (2000, 0.002)):
+        one, eight = (measured("accuracy", [1.0] * rows) for _ in range(2))
+        found = range_of({1: one, 8: eight})
+        assert found is not None and (found.value, found.low) == (0.0, -found.high)
+        assert found.high == pytest.approx(most, rel=0.05)
+    windows = measured("loss", [1.0, 1.2, 1.1]), measured("loss", [1.1, 1.2, 1.3])
+    few = range_of({1: windows[1], 8: windows[0]})
+    assert few is not None and few.high - few.value == pytest.approx(0.2484, rel=0.01)  # by scipy
+    draw = np.random.default_rng(0)
+    beyond = 0
+    for _ in range(2000):
+        apart = draw.standard_normal(4)
+        beyond += abs(apart.mean()) > half_interval(apart, "loss")
+    assert 0.03 < beyond / 2000 < 0.07  # a true mean of 0, with 95 % confidence
+
+
+def test_some_rows_are_rows_of_all_lengths() -> None:
+    recipe = load_recipe("parity", ["data.rows=1500", "data.longest=12", "model.window=16"])
+    dataset = open_dataset(recipe)
+    lengths = [len(row) for batch in dataset.held_out(1) for row in batch.inputs[0]]
+    manifest = replace(classify_bundle().manifest, input=TextInput(max_tokens=256))
+    assert len(lengths) > 100
+    for samples in (4, 20, 40, 60):
+        batches = [*held_out_batches(dataset, manifest, samples)]
+        rows = sum(len(batch.targets) for batch in batches)
+        assert abs(rows - samples) <= 4
+        middle = np.mean([batch.inputs[0].shape[1] for batch in batches])
+        assert abs(middle - np.mean(lengths)) < 0.25 * np.mean(lengths)

@@ -16,6 +16,7 @@ from export.inspect import (
     compared,
     describe,
     draw,
+    flat_in_words,
     labels_of,
     not_comparable,
     plain_in_words,
@@ -351,6 +352,28 @@ def test_the_command_draws_both_kinds_and_compares(
     assert main(["inspect", str(a), "--plot", "nowhere/x.png"]) == 2
     assert "no folder nowhere" in capsys.readouterr().err
     assert read_bundle(b).manifest.precision == "int8"
+
+
+def test_one_step_is_enough_only_where_that_is_shown() -> None:
+    manifest = read_bundle(Path(__file__).parents[2] / "zoo" / "shakespeare").manifest
+    flat = dataclasses.replace(
+        manifest,
+        default_steps=1,
+        range=Range(low=-0.001, value=0.001, high=0.003),
+        rungs=tuple(
+            dataclasses.replace(rung, quality=Quality("loss", 1.5, 1.4, 1.6, 1000))
+            for rung in manifest.rungs
+        ),
+    )
+    assert str(flat_in_words(flat)).startswith("This model needs one step: up to 8, no")
+    assert flat_in_words(dataclasses.replace(flat, range=None)) is None
+    assert (
+        flat_in_words(dataclasses.replace(flat, range=Range(low=0.0, value=0.01, high=0.03)))
+        is None
+    )
+    between = Quality("loss", 1.4, 1.3, 1.5, 1000)
+    rungs = (flat.rungs[0], dataclasses.replace(flat.rungs[1], quality=between), *flat.rungs[2:])
+    assert flat_in_words(dataclasses.replace(flat, rungs=rungs)) is None
 
 
 def test_a_range_that_may_be_chance_is_called_so() -> None:

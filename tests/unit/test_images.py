@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from serve.bundle import ImageInput
-from serve.errors import ServeError
+from serve.errors import InvalidField, ServeError
 from serve.inputs.images import MAX_PIXELS, PixelCount, read_image
 from serve.runtime.protocol import FloatArray
 
@@ -87,6 +87,17 @@ def test_palettes_two_colours_and_turned_photographs() -> None:
     turned[0x0112] = 3  # upside down
     file = encoded(Image.fromarray(GREY), "PNG", exif=turned)
     assert np.array_equal(read(file)[0], np.rot90(GREY.astype(np.float32), 2) / np.float32(255))
+    deep = Image.fromarray(GREY.astype(np.uint16) * 257)  # 16 bits of grey
+    assert np.array_equal(read(encoded(deep, "PNG", exif=turned)), read(file))
+
+
+def test_the_place_of_what_is_wrong_is_that_in_the_image() -> None:
+    with pytest.raises(InvalidField, match=r"input\.image\[1\]\[1\] is no list"):
+        read([[[0], [1]], [[1], 2]], spec(1))
+    with pytest.raises(InvalidField, match=r"input\.image\[1\]\[0\] has 2 numbers"):
+        read([[[0], [1]], [[1, 2], [2]]], spec(1))
+    with pytest.raises(InvalidField, match="holds something that is no number"):
+        read([[np.float64(0.5)]], spec(1))
 
 
 def bomb(width: int, height: int) -> str:

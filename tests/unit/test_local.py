@@ -1,7 +1,9 @@
 """Bundles used without HTTP: from Python, and by `stepdial predict` and `stepdial sample`."""
 
+import base64
 import csv
 import gzip
+import io
 import json
 import lzma
 import math
@@ -13,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import serve
+from serve.api.body import TokenLabel
 from serve.errors import ImpossibleBudget, InvalidField, ServeError, Unprocessable
 from serve.local import LocalModel
+from serve.predict import _label_of_each, _Text
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -217,11 +222,33 @@ def test_embeddings_are_those_of_the_server() -> None:
         np.testing.assert_allclose((vectors**2).sum(axis=1), 1, rtol=1e-5)
         np.testing.assert_allclose(model.embed(texts[1:2], steps=2)[0], vectors[1], atol=1e-5)
         assert abs(model.embed(texts, steps=1) - vectors).max() > 0.01
+        assert model.embed([]).shape == (0, 384)
     with (
         serve.load(ZOO / "digits", threads=1) as model,
         pytest.raises(ServeError, match="gives no embeddings"),
     ):
         model.embed(["a"])
+
+
+def test_images_may_be_arrays_and_more_than_a_request_may_hold() -> None:
+    draw = np.random.default_rng(0)
+    large = Image.fromarray(draw.integers(0, 255, (2000, 2000), dtype=np.uint8))
+    file = io.BytesIO()
+    large.save(file, "PNG", compress_level=1)
+    text = base64.b64encode(file.getvalue()).decode()
+    with serve.load(ZOO / "digits", threads=1) as model:
+        assert len(model.classify([text] * 9)) == 9  # of 2 ** 25 pixels together at most, in HTTP
+        array = draw.integers(0, 255, (28, 28))
+        assert model.classify([array]) == model.classify([array.tolist()])
+
+
+def test_each_word_of_a_list_has_a_label_or_none() -> None:
+    tokens = [
+        TokenLabel(text=one.lower(), start=start, end=start + 1, label=one, score=0.9)
+        for start, one in ((0, "A"), (3, "B"))
+    ]
+    assert _label_of_each(_Text(["a", "", "b"], listed=True), tokens) == ["A", None, "B"]
+    assert _label_of_each(_Text(["a", "", "b"], listed=False), tokens) == ["A", "B"]
 
 
 TABLES = {

@@ -153,12 +153,12 @@ def test_nothing_comes_behind_an_error() -> None:
     assert written.over and ended == "error" and len(chunks) == 2
 
 
-def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
-    half = ScoredToken("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
+def test_of_tokens_that_look_alike_the_chosen_one_is_told_or_the_likeliest() -> None:
+    half = ScoredToken("\ufffd", -3.0, (("\ufffd", -1.0), ("a", -1.5), ("a", -2.0)), 0)
     response_format = CompletionFormat([""], logprobs=True)
     event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
     body = {**HEAD, "choices": response_format.choices([event]), **TAIL}
     whole = b"".join(written(body))
     (choice,) = CompletionResponse.model_validate_json(whole).choices
     assert choice.logprobs is not None
-    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0}]
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -3.0, "a": -1.5}]

@@ -11,7 +11,7 @@ import pytest
 
 from serve.engine.cost import CostKey
 from serve.engine.job import Deadline, Job, Limits
-from serve.errors import TooBusy
+from serve.errors import ImpossibleDeadline, TooBusy
 from tests.simulated import LADDER, LATE, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])
@@ -64,7 +64,7 @@ def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
             try:
                 deadline = Deadline(request.at_s, request.given_s)
                 self.engine.now_s = now_s
-                self.engine.check_early(LATE, LADDER[0], (128,), deadline)
+                self.engine.check_early(LATE, LADDER[0], (1,), (128,), deadline)
             except TooBusy:
                 unread = True
             job = super().arrive(request)
@@ -79,6 +79,14 @@ def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
     simulation.run(requests)
     assert simulation.refused > 500
     assert simulation.missed < 0.2 * simulation.refused
+
+
+def test_what_no_text_could_meet_is_refused_unread() -> None:
+    simulation = Simulation(LIMITS)
+    simulation.run(poisson(RATE, 0.5, 1, 0.25))
+    engine = simulation.engine
+    with pytest.raises(ImpossibleDeadline, match="even on an idle server"):
+        engine.check_early(LATE, LADDER[0], (1,), (128,), Deadline(engine.now_s, 1e-6))
 
 
 def test_with_full_steps_only_as_many_as_there_is_time_for() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from train.data.batch import IGNORED, Batch
 from train.quality import Tally
-from train.tally import Z95, wilson
+from train.tally import wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])
 LONGEST = 8
@@ -47,7 +47,7 @@ def test_of_rows_of_one_length_the_interval_is_that_of_their_means() -> None:
     targets = torch.randint(0, 3, (20, LONGEST), generator=draw)
     quality = tally_of(logits, targets).quality(False)
     means = F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
-    half = Z95 * float(means.std()) / math.sqrt(20)
+    half = 2.0930241 * float(means.std()) / math.sqrt(20)  # Student's quantile of 19
     assert quality.high - quality.value == pytest.approx(half, rel=1e-5)
 
 
