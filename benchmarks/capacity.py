@@ -182,6 +182,8 @@ def main(arguments: Sequence[str]) -> int:
             f"{total * line.price_per_hour * HOURS_A_MONTH:.0f} a month of {HOURS_A_MONTH} hours."
         )
     print(source)
+    if line.memory_mb == most_memory_mb(soak):
+        print(f"Memory: {soak.command} at {soak.commit}, {soak.date}.")
     return 0
 
 

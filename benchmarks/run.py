@@ -29,6 +29,9 @@ _HEAD = """# Measured results
 Written by `make bench` from `benchmarks/results/*.json`; do not edit. Every section names the
 command that repeats it, the commit, the date and the machine. Machines are noisy: compare medians
 and ratios within a section, not milliseconds between sections.
+
+`sentiment` and `topics` were replaced on 28 November 2026: those of today have three steps.
+Sections of an earlier date, which name up to eight, are of the models before.
 """
 
 

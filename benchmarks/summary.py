@@ -113,8 +113,9 @@ def _quality(kept: Kept) -> str:
 
     found = [
         f"{model} {value(model, f'steps {kept.most_steps(model)}'):.3f} against "
-        f"{value(model, 'discrete transformer'):.3f} and a bag of words "
-        f"{value(model, 'bag of words'):.3f}"
+        f"{value(model, 'discrete transformer'):.3f}, a bag of words "
+        f"{value(model, 'bag of words'):.3f}, and all six layers, as slow as three steps, "
+        f"{value(model, 'all layers of the original'):.3f}"
         for model in ("sentiment", "topics")
     ]
     loss = f"{value('shakespeare', 'steps 8'):.3f} against "
@@ -179,12 +180,6 @@ def _right(kept: Kept) -> str:
         return f"{float(cells[times] or 0):.2f} times the right cells and {compared}"
 
     return f"sudokus at twice the load: {shown(2)}; at 4 times: {shown(4)}"
-
-
-def _mixing(kept: Kept) -> str:
-    times = kept.figure("mixing", "fp32: evaluations of a graph per rung")
-    share = kept.figure("mixing", "fp32: evaluations of a uniform batch")
-    return f"{times:.1f} times their work. Cost: {1 - share:.0%} of a batch of one step count"
 
 
 def _deadlines(kept: Kept) -> str:
@@ -252,12 +247,11 @@ QUESTIONS = (
     Question("And at 4 times what it can do?", "the same", "peers", _overload),
     Question("Does it write faster?", "CTranslate2, transformers", "peers", _writing),
     Question("Is it faster than PyTorch?", "eager PyTorch, one thread", "decode", _pytorch),
-    Question("Are answers better?", "a transformer of equal size", "quality", _quality),
+    Question("Are answers better?", "a plain transformer of about that size", "quality", _quality),
     Question("What does training cost?", "the same, one step", "quality", _training),
     Question("What do more steps buy?", "transformers without steps", "dial_range_logic", _range),
     Question("And under overload?", "the better plain model", "overload", _right),
     Question("What do fewer steps save?", "itself at its most steps", "dial", _dial),
-    Question("Mixed step counts in a batch?", "a graph and batch for each", "mixing", _mixing),
     Question("Are deadlines kept?", "the same model at all steps", "deadlines", _deadlines),
     Question("What does the server add?", "a bare FastAPI handler", "bare_fastapi", _http),
     Question("Memory of many step counts?", "one step count", "served_memory", _memory),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -26,7 +27,7 @@ from benchmarks.server import Server, free_ports, process_memory
 
 STEPDIAL = "stepdial"
 MOSEC = "mosec"
-_MODEL = ("onnxruntime==1.31.1", "tokenizers==0.23.3")
+_MODEL = (f"onnxruntime=={version('onnxruntime')}", f"tokenizers=={version('tokenizers')}")
 _NUMPY = ("numpy==2.4.6",)
 
 
