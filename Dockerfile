@@ -10,7 +10,7 @@
 # With the GPU runtimes:
 #
 #   docker build --build-arg RUNTIME=gpu --tag stepdial:gpu .
-#   docker run --rm --gpus all --publish 127.0.0.1:8000:8000 stepdial:gpu
+#   docker run --rm --gpus all --env STEPDIAL_DEVICE=cuda --publish 127.0.0.1:8000:8000 stepdial:gpu
 
 ARG PYTHON=3.12
 

@@ -142,14 +142,25 @@ class _Halving:
         return [node_of("Cast", [value], name, to=kind)]
 
 
+_ROTARY = (7, 8)  # of the attention with a cache: cosines and sines
+
+
 def half_caches(step: onnx.GraphProto) -> None:
     """Have the step of a decoder attend in fp16, with keys and values of fp16, in place."""
     ports = {value.name: value for value in (*step.input, *step.output)}
     nodes: list[Any] = []
+    halved: set[str] = set()
     for node in step.node:
         if node.op_type != CACHED:
             nodes.append(node)
             continue
+        for place in _ROTARY[: len(node.input) - _ROTARY[0]]:
+            table = node.input[place]
+            if table:
+                node.input[place] = f"{table}/fp16"
+            if table and table not in halved:
+                halved.add(table)
+                nodes.append(node_of("Cast", [table], f"{table}/fp16", to=TensorProto.FLOAT16))
         qkv, answer = node.input[0], node.output[0]
         node.input[0], node.output[0] = f"{answer}/qkv/fp16", f"{answer}/fp16"
         nodes += [

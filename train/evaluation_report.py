@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # at run time it would load torch, which a report does not need
     from train.evaluate import Range, Report, Row
@@ -52,6 +53,8 @@ def _whole(report: "Report", method: str) -> str:
 
 
 def _range_in_words(found: "Range") -> str:
+    if not math.isfinite(found.gain.half):
+        return "one row was measured: too few to tell step counts apart"
     shown = f"{found.gain.better:.4f} ± {found.gain.half:.4f}"
     steps = f"{found.first} step" + "s" * (found.first > 1)
     if not found.gain.real:
@@ -91,7 +94,17 @@ def check_plot(path: Path) -> None:
 
 
 def write_json(report: "Report", path: Path) -> None:
-    path.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    """With null for the ends of an interval that one row does not have."""
+    plain = _finite(dataclasses.asdict(report))
+    path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot_quality(report: "Report", path: Path) -> None:

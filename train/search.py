@@ -153,7 +153,7 @@ def beam(
                     score = one.total / length**alpha
                     finished[i].append(Hypothesis(one.tokens[1:-1], score, True))
             live[i] = [one for one in ranked if one.tokens[-1] != target.end][:width]
-    return [_best(finished[i], live[i], alpha) for i in range(len(source))]
+    return [_best(finished[i], live[i], alpha, width) for i in range(len(source))]
 
 
 def _ranked(live: list[_Live], scores: Tensor, count: int) -> list[_Live]:
@@ -171,8 +171,10 @@ def _ranked(live: list[_Live], scores: Tensor, count: int) -> list[_Live]:
     ]
 
 
-def _best(finished: list[Hypothesis], live: list[_Live], alpha: float) -> Hypothesis:
-    if finished:
-        return max(finished, key=lambda one: one.score)  # the first of equal ones
-    tokens, total = live[0].tokens[1:], live[0].total
-    return Hypothesis(tokens, total / len(tokens) ** alpha, False)
+def _best(finished: list[Hypothesis], live: list[_Live], alpha: float, width: int) -> Hypothesis:
+    """Of a search that was cut, the best live one counts too."""
+    found = [*finished]
+    if live and len(finished) < width:
+        tokens, total = live[0].tokens[1:], live[0].total
+        found.append(Hypothesis(tokens, total / len(tokens) ** alpha, False))
+    return max(found, key=lambda one: one.score)  # the first of equal ones

@@ -208,6 +208,17 @@ def rouge_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str,
     return {name: 100 * sum(s[name].fmeasure for s in scores) / len(scores) for name in ROUGES}
 
 
+# The layer that the reference implementation reads; of other models the same share as of the last.
+_BERT_LAYERS = {
+    ("bert", 12): 9,
+    ("bert", 24): 18,
+    ("distilbert", 6): 5,
+    ("roberta", 6): 5,
+    ("roberta", 12): 10,
+    ("roberta", 24): 17,
+}
+
+
 def bert_score(
     answers: Sequence[str], references: Sequence[str], folder: Path | None
 ) -> tuple[BertScore | None, str | None]:
@@ -216,8 +227,11 @@ def bert_score(
     if folder is None or missing:
         return None, f"BERTScore was left out: {missing}"
     scorer_of: Any = __import__("bert_score").BERTScorer
-    layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-    scorer = scorer_of(model_type=str(folder), num_layers=max(1, round(layers * 17 / 24)))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = config.get("num_hidden_layers") or config["n_layers"]  # as DistilBERT has it
+    usual = max(1, round(layers * 17 / 24))
+    layer = _BERT_LAYERS.get((config.get("model_type"), layers), usual)
+    scorer = scorer_of(model_type=str(folder), num_layers=layer)
     means = (100 * float(one.mean()) for one in scorer.score(list(answers), list(references)))
     return BertScore(*means), None
 

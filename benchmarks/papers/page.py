@@ -618,17 +618,19 @@ def _bleu_here(groups: Groups, what: str, group: str) -> tuple[str, str]:
 
 
 def _robust_here(
-    extra: Mapping[str, Result], what: str, group: str, disturbance: str, level: str
+    extra: Mapping[str, Result], what: str, group: str, steps: int, disturbance: str, level: str
 ) -> tuple[str, str]:
-    """From tables of benchmarks.robustness: a row for each model, a column for each level."""
+    """From tables of benchmarks.robustness: a row for a model at some steps, one column a level."""
     for one in extra.values():
         for found in one.tables:
             if found.caption.startswith(f"{disturbance}, by its level"):
                 for row in found.rows:
-                    if row[0] == group:
+                    if row[0] == group and row[found.columns.index("steps")] == steps:
                         clean = row[found.columns.index("0")]
                         return f"{what}: {clean} to {row[found.columns.index(level)]}", ""
-    return "", f"{what} (`python -m benchmarks.robustness --runs RUNS/{group}-*`)"
+    runs = f"--runs RUNS/{group}-[0-9] --steps {steps}"
+    kept = f"--name robustness-of-{group} --results benchmarks/papers"
+    return "", f"{what} (`python -m benchmarks.robustness {runs} {kept}`)"
 
 
 def _seeds(found: Sequence[object]) -> str:

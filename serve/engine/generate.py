@@ -118,6 +118,7 @@ class GenerateLane:
         self.calls_a_token = calls_a_token
         self.waiting = Waiting()
         self.requeued: list[Job] = []  # to be prefilled again
+        self.read_again = False  # whether one of those was read last
         self.prefilling: Job | None = None
         self.prefill: Prefill | None = None  # its own
         self.ready = False  # whether that is done: the job joins before the next token
@@ -325,12 +326,17 @@ class Prefilling:
         for _ in range(len(self._turns)):
             self._turns.rotate(-1)
             lane = self._lanes[self._turns[-1]]
-            if lane.prefilling is None and lane.requeued:
-                lane.read(lane.requeued.pop(0))
-            elif lane.prefilling is None and lane.waiting and self.model.common.may_enter(lane):
-                job = lane.waiting.take(lane.waiting[0])
-                self.model.common.jobs.start(job, now_s)
-                lane.read(job)
+            if lane.prefilling is None:
+                new = bool(lane.waiting) and self.model.common.may_enter(lane)
+                # Many long rows are read again all the time: new ones have every second turn.
+                if lane.requeued and not (new and lane.read_again):
+                    lane.read(lane.requeued.pop(0))
+                    lane.read_again = True
+                elif new:
+                    job = lane.waiting.take(lane.waiting[0])
+                    self.model.common.jobs.start(job, now_s)
+                    lane.read(job)
+                    lane.read_again = False
             if lane.unread is not None:
                 return Call(self, lane.key, "prefill", (lane.unread,))
         return None

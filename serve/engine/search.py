@@ -81,10 +81,9 @@ class Beams:
 
     @property
     def best(self) -> Hypothesis:
-        """The answer, once the search is over."""
-        if self._finished:
-            return max(self._finished, key=lambda one: one.score)  # the first of equal ones
-        return self._live[0]
+        """The answer, once the search is over; where it was cut, the best live one counts too."""
+        cut = self._live[:1] if len(self._finished) < self._width else []
+        return max([*self._finished, *cut], key=lambda one: one.score)  # the first of equal ones
 
     def grow(self, logits: FloatArray) -> None:
         """Take the logits (B, V) after each prefix, and keep the likeliest continuations."""

@@ -260,7 +260,10 @@ class Generation(Work):
         """
         if self.completion_tokens == 0:
             return self.request.prompt
-        return self._tokens[-max(1, self.request.window // 2) :]
+        begin = self._codec.begin
+        if self.request.prompt[: len(begin)] != begin:
+            begin = []
+        return begin + self._tokens[-max(1, self.request.window // 2 - len(begin)) :]
 
     def drafts(self, logits: FloatArray, ahead: int) -> list[int]:
         """Draft tokens from logits (P, V), the first of them `ahead` behind the next one.

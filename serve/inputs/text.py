@@ -341,8 +341,7 @@ class TextCodec:
         limit = self.max_tokens
         if self._encoder.ends(text, limit, 0) is not None:  # so long that nothing else matters
             raise self._too_long(Encoded([0] * limit, truncated=True), param, self._shorter)
-        start = self._tokenizer.encode("a")  # special tokens that the tokenizer puts before a text
-        begin = start.ids[: [*start.special_tokens_mask, 0].index(0)]
+        begin = self.begin
         tokens = self._marked(text, character)
         if tokens[: len(begin)] != begin:
             tokens = begin + tokens
@@ -350,6 +349,12 @@ class TextCodec:
             encoded = Encoded(tokens[:limit], truncated=True, counted=len(tokens))
             raise self._too_long(encoded, param, self._shorter)
         return tokens
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The special tokens that the tokenizer puts before every text."""
+        start = self._tokenizer.encode("a")
+        return list(start.ids[: [*start.special_tokens_mask, 0].index(0)])
 
     @cached_property
     def _with_marks(self) -> Tokenizer:

@@ -149,6 +149,11 @@ class BoundPass(WholePass):
 
     def begin(self) -> None:
         self.write_given()
+        memory = self._sessions.memory
+        if memory is not HOST:
+            # What a graph reads on the host is copied there when it is bound, not when it runs.
+            for name in ("tokens", "past"):
+                memory.bind_input(self._embed, name, self.embedded[name])
         self._sessions.embed.run_with_iobinding(self._embed)
 
     def advance(self, first: int, end: int) -> None:

@@ -303,9 +303,9 @@ def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
     """Engines are kept, and built once for all shapes."""
     folder.mkdir(parents=True, exist_ok=True)
     options = {
-        "trt_engine_cache_enable": "1",
+        "trt_engine_cache_enable": "True",
         "trt_engine_cache_path": str(folder),
-        "trt_timing_cache_enable": "1",
+        "trt_timing_cache_enable": "True",
         "trt_timing_cache_path": str(folder),
     }
     for side in ("min", "opt", "max"):

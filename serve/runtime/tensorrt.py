@@ -500,6 +500,7 @@ class TrtMemory:
 
     def empty(self, shape: Dims, kind: npt.DTypeLike) -> DeviceArray:
         dtype = np.dtype(kind)
+        self.cuda.use()  # the device is chosen anew in each thread
         return DeviceArray(
             _Block(self.cuda, int(np.prod(shape)) * dtype.itemsize), tuple(shape), dtype
         )

@@ -235,6 +235,16 @@ def test_a_decoder_goes_on_and_begins_with_the_layers_of_its_teacher(tmp_path: P
             assert torch.equal(weight, theirs.state_dict()[name]), name
 
 
+def test_a_decoder_with_rotary_positions_gets_caches_of_16_bits(tmp_path: Path) -> None:
+    write_folder(tmp_path / "llama", "llama")
+    corpus = write_corpus(tmp_path / "corpus.txt", 300)
+    request = Conversion(max_tokens=16, epochs=0.2, teacher_epochs=0.2, overrides=SMALL[:4])
+    convert(str(tmp_path / "llama"), tmp_path / "run", request, str(corpus), quiet=True)
+    asked = ExportRequest(tmp_path / "b", (1,), precision="fp16", samples=2, latency=False)
+    manifest = export_run(tmp_path / "run", asked, say=lambda _: None).manifest  # verified there
+    assert (manifest.precision, manifest.cache) == ("fp16", "kv_fp16")
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     folder, table, request = made(tmp_path)
     whole = dataclasses.replace(request, blocks=0, steps=(1,), epochs=0.2)

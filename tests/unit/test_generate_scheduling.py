@@ -220,6 +220,21 @@ def test_a_full_row_is_read_again_before_new_ones() -> None:
     assert read[:2] == [a, b] and a.state is State.RUNNING
 
 
+def test_new_ones_do_not_starve_behind_rows_that_are_read_again_all_the_time() -> None:
+    s = engine(decode_rows=8)
+    long = [generation(FOUR, 5, 900, lambda event: None, window=4, positions=4) for _ in range(6)]
+    for job in long:
+        s.submit(job)
+    while any(job.tokens_left > 880 for job in long):
+        s.step()
+    new = generate("new")
+    s.submit(new)
+    for _ in range(12):
+        s.step()
+    assert new.state is not State.QUEUED
+    assert not any(job.state is State.ENDED for job in long)
+
+
 def test_a_prompt_that_fills_the_window_is_read_again_at_once() -> None:
     s = engine()
     a = generation(FOUR, 8, 100, lambda event: None, window=8, positions=8)

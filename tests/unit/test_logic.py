@@ -19,6 +19,7 @@ from train.data.logic import (
     text_of,
     turned,
 )
+from train.data.tables import DataError
 from train.recipe import load_recipe
 
 ROWS = 120
@@ -211,3 +212,18 @@ def test_each_operator_has_the_value_of_what_it_begins() -> None:
     }  # fmt: skip
     for text, value in generators.listops(48, 200, 0, 0, nesting=4)[0]:
         assert generators.listops_values(text.split())[0] == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["data.givens=[30,34]", "data.rounds=6"],
+            "none of 1200 puzzles .* took 6 rounds",
+        ),
+        (["data.held_out=0.95"], "of 60 puzzles none are left to train on"),
+    ],
+)
+def test_what_cannot_be_made_is_said(overrides: list[str], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_dataset(load_recipe("logic", ["data.rows=60", *overrides]))

@@ -1,5 +1,6 @@
 """Data that would mislead in silence: refused, or told apart from what a model was trained on."""
 
+import dataclasses
 import gzip
 import json
 import lzma
@@ -16,7 +17,7 @@ from tests.fixtures.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_tex
 from tests.unit.test_training_data import pieces, rows, table
 from train.__main__ import main
 from train.checkpoint import read_facts
-from train.data import check_same_meaning, open_dataset
+from train.data import check_same_meaning, open_dataset, open_measured
 from train.data.labelled import LabelledDataset
 from train.data.tables import DataError, read_table
 from train.data.tags import read_tags
@@ -288,3 +289,29 @@ def test_figures_are_kept_where_no_picture_can_be(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     assert main(["evaluate", str(run), "--steps", "1", "--json", str(figures)]) == 2
     assert json.loads(figures.read_text())["rows"]
+
+
+def test_a_table_that_is_named_is_measured_and_not_the_test_table_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(path: Path, count: int) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        rows = "".join(f"row {i} of {path.name},{'ab'[i % 2]}\n" for i in range(count))
+        path.write_text(f"text,label\n{rows}")
+        return path
+
+    own, _ = write(tmp_path / "train.csv", 100), write(tmp_path / "test.csv", 60)
+    recipe = load_recipe("classifier", ["data.test=test.csv"], str(own))
+    trained_on = open_dataset(recipe)
+    assert trained_on.labels is not None
+    facts = {"labels": [*trained_on.labels], "data_sha256": trained_on.digest}
+
+    def rows(path: Path) -> int:
+        named = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=str(path)))
+        measured = open_measured(named, trained_on.tokenizer, facts)
+        return sum(len(batch.targets) for batch in measured.held_out(8))
+
+    assert rows(own) == 60 and not caplog.text
+    assert rows(write(tmp_path / "mine.csv", 30)) == 30
+    assert "all its rows are measured" in caplog.text
+    assert rows(write(tmp_path / "other/mine.csv", 20)) == 20

@@ -68,7 +68,7 @@ def test_tensorrt_gets_one_profile_for_all_shapes_and_keeps_its_engines(
     assert options["trt_profile_max_shapes"] == "tokens:64x32,keep:32"
     folder = Path(options["trt_engine_cache_path"])
     assert folder.is_dir() and folder.is_relative_to(tmp_path / "cache")
-    assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "1"
+    assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
     other = build_classify(tmp_path / "other")
     assert providers.cache_folder(other) != providers.cache_folder(bundle)
 

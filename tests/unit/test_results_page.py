@@ -102,7 +102,9 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     assert f"| residual: {math.exp(5):.1f}, 1 seed<br>Not run yet: RK2 (`ode-" in page
     assert "| Not run yet: `python -m benchmarks.papers.theory` | – |" in page
     assert "Not run yet: accuracy of the discrete one, 60k, three seeds (`python -m " in page
-    assert ", OT (`python -m benchmarks.robustness --runs RUNS/mnist-*`), lambda 0 (" in page
+    assert (
+        ", OT (`python -m benchmarks.robustness --runs RUNS/mnist-[0-9] --steps 20 --name " in page
+    )
     provenance = Provenance.now("robustness", [])
     columns = ("model", "what", "steps", "seeds", "0", "0.5")
     rows: list[list[Cell]] = [["mnist", "OT, lambda 0.005", 20, 3, "0.97 ± 0.01", "0.90 ± 0.02"]]

@@ -53,11 +53,18 @@ def test_a_beam_that_is_wide_enough_finds_the_best_of_all(seed: int) -> None:
         for length in range(longest)
         for word in itertools.product(words, repeat=length)
     ]
+    whole += itertools.product(words, repeat=longest)  # cut before their end
     best = max(whole, key=lambda tokens: total(tokens) / len(tokens))
     tokens, score = search(after, 200, longest)
     assert tokens == best and math.isclose(score, total(best) / len(best))
     narrow = search(after, 3, longest)
     assert narrow[1] <= score + 1e-9
+
+
+def test_a_search_that_is_cut_does_not_take_a_poor_early_end() -> None:
+    likely = np.log(np.array([1e-9, 1e-9, 0.005, 0.985, 0.005, 0.005], np.float32))
+    assert search(lambda prefix: likely, 4, 1)[0] == (3,)
+    assert search(lambda prefix: likely, 4, 3)[0] == (3, 3, 3)
 
 
 def test_one_beam_is_greedy_and_an_answer_without_end_is_cut() -> None:

@@ -144,6 +144,18 @@ def test_an_answer_begins_with_the_space_of_its_first_word(tmp_path: Path) -> No
         assert work.text == " sat on"
 
 
+def test_after_the_window_has_filled_a_text_begins_as_in_training(tmp_path: Path) -> None:
+    llama = codec_with(sentence_pieces(begin=True), tmp_path)
+    prompt, on = llama.encode_prompt("the"), llama.encode_prompt("on")[1:]
+    assert prompt[0] == 1 == llama.begin[0]
+    for asked, begin in ((prompt, [1]), (prompt[1:], [])):
+        wanted = GenerationRequest(asked, 40, 8, Sampling(temperature=0.0))
+        work = Generation(wanted, llama, lambda event: None)
+        for _ in range(12):
+            work.accept(on[0], np.zeros(llama._spec.vocab_size, np.float32))
+        assert work.prompt == [*begin, *on[:1] * (4 - len(begin))]
+
+
 def test_a_character_that_a_prompt_begins_is_of_the_answer() -> None:
     first, second = BPE.encode_input("é", True).tokens
     assert check_written(BPE, [first], [second]) == "\ufffd"

@@ -1,5 +1,6 @@
 """What a decoder writes, scored: exact where it repeats its data, reproducible where it draws."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -155,7 +156,8 @@ def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 12}', encoding="utf-8")
+    config = {"model_type": "roberta", "num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setattr("train.text_quality.find_spec", {"bert_score": None}.get)
     with pytest.raises(ValueError, match="needs sacrebleu"):
         check_texts(trained, 5, None)
@@ -165,7 +167,7 @@ def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
 
     class Scorer:
         def __init__(self, model_type: str, num_layers: int) -> None:
-            assert (model_type, num_layers) == (str(tmp_path), 8)
+            assert (model_type, num_layers) == (str(tmp_path), 10)
 
         def score(self, answers: list[str], references: list[str]) -> tuple[Tensor, ...]:
             assert len(answers) == len(references) == 3

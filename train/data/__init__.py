@@ -66,14 +66,20 @@ def open_measured(recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, 
     data, labels = recipe.data, facts.get("labels")
     if data.kind == "table" and not data.values and labels:
         data = dataclasses.replace(data, values=data.labels or tuple(labels))
+    named = data.kind == "table" and Path(data.path).is_file()
+    # A table that is named stands for itself: the test table beside it is of the run's own.
+    test = "" if named else data.test
+    known, alone = (dataclasses.replace(one, test=test) for one in (data, recipe.data))
     try:  # with its classes: another table need not have a row of each
-        dataset = open_dataset(dataclasses.replace(recipe, data=data), tokenizer)
+        dataset = open_dataset(dataclasses.replace(recipe, data=known), tokenizer)
     except DataError:  # it has others: the check below says which
-        dataset = open_dataset(recipe, tokenizer)
+        dataset = open_dataset(dataclasses.replace(recipe, data=alone), tokenizer)
     check_same_meaning(dataset, recipe, facts)
     if facts.get("data_sha256") in (None, dataset.digest):
-        return dataset
-    if data.kind != "table" or data.test or not Path(data.path).is_file():
+        if known == data:
+            return dataset
+        return open_dataset(dataclasses.replace(recipe, data=data), tokenizer)
+    if not named:
         _log.warning(
             "not the data it was trained on: training may have seen the rows held out here"
         )

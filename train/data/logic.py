@@ -18,13 +18,14 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from train.data.batch import IGNORED, Batch, Sizes, as_tensor
-from train.data.tables import Shuffle, digest_of
+from train.data.tables import DataError, Shuffle, digest_of
 from train.data.text import train_tokenizer
 from train.recipe import DataConfig
 
 Cells = npt.NDArray[np.int64]  # (rows, cells): digits from 1, 0 where a cell is empty
 BOXES = {6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of a grid
 TEST_SHARE = 0.2
+DRAWS = 20  # in a row that may keep no puzzle
 DRAW = 1  # of the puzzles: every run has the same ones, whatever its seed
 
 
@@ -64,6 +65,11 @@ def make_puzzles(
     seen: set[bytes] = set()
     kept: list[Puzzles] = []
     while sum(map(len, kept)) < rows:
+        if len(kept) == DRAWS and not any(map(len, kept)):
+            raise DataError(
+                f"none of {DRAWS * rows} puzzles with {givens[0]} to {givens[-1]} digits took "
+                f"{rounds} rounds: lower data.rounds or data.givens"
+            )
         grids = [solved_grid(side, draw) for _ in range(rows)]
         new = [grid for grid in grids if grid.tobytes() not in seen]
         seen.update(grid.tobytes() for grid in new)
@@ -85,6 +91,11 @@ def make_puzzles(
         place = next(i for i, most in enumerate(wanted) if len(parts[i]) < most)
         parts[place] += members[one]
     every = Puzzles(given, solved)
+    if not (parts[1] and parts[2]):
+        raise DataError(
+            f"of {rows} puzzles none are left to {'train on' if parts[1] else 'hold out'}: give "
+            "more of them (data.rows) or change data.held_out"
+        )
     test, validation, train = (every.at(np.array(sorted(part), np.int64)) for part in parts)
     return Splits(train, validation, test)
 
