@@ -81,6 +81,14 @@ def exhaustive(model: Toy, longest: int, alpha: float) -> Hypothesis:
             score = total / (length + 1) ** alpha
             if score > best.score:
                 best = Hypothesis(tokens, score, True)
+    for tokens in itertools.product((A, B, C), repeat=longest):  # cut before their end
+        total = 0.0
+        for i, token in enumerate(tokens):
+            logits = model.following((BEGIN, *tokens[:i])).double()
+            logits[[PAD, BEGIN]] = -torch.inf
+            total += float(logits.log_softmax(-1)[token])
+        if total / longest**alpha > best.score:
+            best = Hypothesis(tokens, total / longest**alpha, False)
     return best
 
 
