@@ -63,9 +63,12 @@ class FakeCuda(ModuleType):
         return (0,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
-        block = ctypes.create_string_buffer(size)
-        self.memory[ctypes.addressof(block)] = block
-        return 0, ctypes.addressof(block)
+        block = ctypes.create_string_buffer(size + 256)
+        before = -ctypes.addressof(block) % 256  # as CUDA aligns it
+        self.memory[ctypes.addressof(block) + before] = (ctypes.c_char * size).from_buffer(
+            block, before
+        )
+        return 0, ctypes.addressof(block) + before
 
     def cudaFree(self, address: int) -> tuple[int]:
         del self.memory[address]

@@ -258,9 +258,12 @@ class FakeContext:
             sizes |= dict(zip(self._engine.inputs[one].shape, shape, strict=True))
         return [sizes.get(side, side) for side in self._engine.outputs[name].shape]
 
-    def set_tensor_address(self, name: str, memory: int) -> None:
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        if memory % 256:
+            return False
         self._engine.library.cuda.check(memory, 1)
         self._addresses[name] = memory
+        return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         cuda = self._engine.library.cuda

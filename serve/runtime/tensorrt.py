@@ -441,7 +441,8 @@ class TrtSession:
         for name in (*self._inputs, *self._outputs):
             own = self._buffers.get(name, (0, 0))[0]
             address = arrays[name].address if name in arrays else own
-            context.set_tensor_address(name, address)
+            if not context.set_tensor_address(name, address):
+                raise BundleError(f"TensorRT does not take the address of {name}")
         return shapes
 
     def _enqueue(self, context: Any) -> None:
@@ -616,6 +617,9 @@ class _PassOfParts(Pass):
         return np.concatenate([part.end() for part in self._parts])
 
 
+ALIGNMENT = 256  # bytes, of every address that TensorRT takes
+
+
 @final
 class TrtPass(WholePass):
     """A pass through the engines; what it reads and writes stays on the GPU."""
@@ -635,13 +639,16 @@ class TrtPass(WholePass):
         )
         # The new keys and values of all steps, in the order that the caches have in memory.
         (rows, length), (_, _, *heads) = tokens.shape, caches[0].shape
-        self._new = memory.empty((len(caches), rows, length, *heads), caches[0].dtype)
+        shape, dtype = (rows, length, *heads), caches[0].dtype
+        each = int(np.prod(shape)) * dtype.itemsize
+        self._length, self._new_bytes = length, -(-each // ALIGNMENT) * ALIGNMENT
+        self._new = memory.empty((len(caches), self._new_bytes), np.uint8)
         self._places = sorted(cache.address for cache in caches)
         made = [
             DeviceArray(
                 self._new.value,
-                (rows, length, *heads),
-                self._new.dtype,
+                shape,
+                dtype,
                 self._places.index(cache.address) * self._new_bytes,
             )
             for cache in caches
@@ -670,7 +677,7 @@ class TrtPass(WholePass):
         cache, (first, second) = self._caches[0], self._places[:2]
         position = int(np.prod(cache.shape[2:])) * cache.dtype.itemsize
         row = cache.shape[1] * position
-        new_row = self._new.shape[2] * position
+        new_row = self._length * position
         for index, past in enumerate(self.past.tolist()):
             self._cuda.copy_rows(
                 first + index * row + past * position,
@@ -680,11 +687,6 @@ class TrtPass(WholePass):
                 new_row,
                 len(self._caches),
             )
-
-    @property
-    def _new_bytes(self) -> int:
-        """Of one buffer's new keys or values."""
-        return int(np.prod(self._new.shape[1:])) * self._new.dtype.itemsize
 
 
 def engine_of_session(session: object) -> TrtSession:
