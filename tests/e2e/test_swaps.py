@@ -248,13 +248,24 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         first, second = editions()
         server.process.send_signal(signal.SIGHUP)
         wait_for(lambda: editions()[0] > first and editions()[1] > second)
+        shutil.move(zoo / "new", tmp_path / "away")
+        server.process.send_signal(signal.SIGHUP)
+        while server.said.count("has vanished") < 2:
+            server.said += server.lines.get(timeout=20)
+        build_classify(zoo / "instead", name="new-one", seed=5)
+        first = editions()[0]
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: editions()[0] > first)
+        shutil.move(tmp_path / "away", zoo / "new")  # another folder has its name now
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until_it_says("is named new-one, like")
         server.terminate()
         assert server.wait() == 0
         said = server.rest_of_output()
-    assert said.count("has vanished") == 1
+    assert said.count("has vanished") == 2
     assert "is named tiny-classify, like" in said
     assert str(zoo / "broken") in said
-    assert said.count("Stepdial serves") == 5, "after each change it says what it serves"
+    assert said.count("Stepdial serves") == 6, "after each change it says what it serves"
     assert "  new-one        classify  steps 1, 2, 4" in said
 
 

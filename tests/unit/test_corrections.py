@@ -523,7 +523,9 @@ def test_a_conversion_killed_while_endings_learn_goes_on_to_the_same_weights(
                 convert(*again, quiet=True)
             killed_at = -1
         convert(*again, quiet=True)
-        runs.append(load_run(tmp_path / name).model.state_dict())
+        kept = load_run(tmp_path / name)
+        assert kept.facts["iteration"] == kept.recipe.optim.iterations  # as its endings ended
+        runs.append(kept.model.state_dict())
     assert all(torch.equal(weight, runs[1][name]) for name, weight in runs[0].items())
 
 
