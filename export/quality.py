@@ -181,7 +181,10 @@ def range_of(measured: dict[int, Measured]) -> Range | None:
     ahead, spread = _ahead(most, fewest, _sign(measured))
     if most is fewest or spread == math.inf:
         return None
-    return Range(ahead, ahead - spread, ahead + spread)
+    low, high = ahead - spread, ahead + spread
+    if most.quality.metric == "accuracy":  # a share, whatever an interval of few rows is
+        low, high = max(low, -1.0), min(high, 1.0)
+    return Range(ahead, low, high)
 
 
 def _worse(rung: Measured, best: Measured, sign: int) -> bool:

@@ -360,7 +360,7 @@ def _pooling(folder: Path) -> Literal["mean", "first"]:
     """As sentence-transformers notes it beside the model; the mean where nothing is said."""
     path = folder / "1_Pooling" / CONFIG
     noted = _read_json(path) if path.is_file() else {}
-    modes = noted.get("pooling_mode", [])  # releases before 5.3 have a flag for each
+    modes = noted.get("pooling_mode", [])  # older releases have a flag for each
     modes = {*([modes] if isinstance(modes, str) else modes)}
     modes |= {_POOLING[key] for key, value in noted.items() if value is True and key in _POOLING}
     if modes - {"cls", "mean"} or len(modes) > 1:

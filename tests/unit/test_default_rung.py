@@ -62,6 +62,9 @@ def test_no_difference_in_few_rows_is_not_shown_to_be_none() -> None:
         found = range_of({1: one, 8: eight})
         assert found is not None and (found.value, found.low) == (0.0, -found.high)
         assert found.high == pytest.approx(most, rel=0.05)
+    one, eight = measured("accuracy", [0.0, 1.0, 1.0]), measured("accuracy", [1.0, 1.0, 1.0])
+    found = range_of({1: one, 8: eight})
+    assert found is not None and (found.low, found.high) == (-1.0, 1.0)
     windows = measured("loss", [1.0, 1.2, 1.1]), measured("loss", [1.1, 1.2, 1.3])
     few = range_of({1: windows[1], 8: windows[0]})
     assert few is not None and few.high - few.value == pytest.approx(0.2484, rel=0.01)  # by scipy
