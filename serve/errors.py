@@ -138,6 +138,14 @@ class UrlTooLong(ServeError):
     code = "url_too_long"
 
 
+class UnsupportedEncoding(ServeError):
+    status = 415
+    code = "unsupported_encoding"
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "gzip, deflate"}
+
+
 class HeadersTooLarge(ServeError):
     status = 431
     code = "headers_too_large"

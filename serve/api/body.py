@@ -9,6 +9,7 @@ import asyncio
 import gc
 import re
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ from serve.errors import (
     QueueFull,
     RequestTimeout,
     ServeError,
+    UnsupportedEncoding,
 )
 from serve.exchange import ClientGone, Exchange
 from serve.inputs.rows import MAX_INPUTS, Items, Text
@@ -674,7 +676,7 @@ async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> 
     """The body, checked against the schema, whatever content type the client claims."""
     if exchange.query:
         _check_query(exchange.query, schema)
-    body = await read_body(exchange, reader.settings)
+    body = await read_body(exchange, reader)
     return await checked_json(exchange, body, schema, reader, explain)
 
 
@@ -803,11 +805,44 @@ def _check_inside(value: object, where: str) -> None:
                 _check_inside(item, f"{where}[{place}]")
 
 
-async def read_body(exchange: Exchange, settings: Settings) -> bytes:
-    """The whole body; PayloadTooLarge or RequestTimeout beyond the limits."""
+async def read_body(exchange: Exchange, reader: Reader) -> bytes:
+    """The whole body, unpacked; PayloadTooLarge or RequestTimeout beyond the limits."""
+    encoding = exchange.headers.get(b"content-encoding", b"").strip().lower()
+    if encoding in (b"", b"identity"):
+        return await _received(exchange, reader.settings)
+    if encoding not in _WINDOW_BITS:
+        raise UnsupportedEncoding(
+            "the body is compressed in a way that is not known here: send it as gzip, as deflate, "
+            "or without content-encoding"
+        )
+    packed = await _received(exchange, reader.settings)
+    unpack = partial(_unpacked, packed, encoding, reader.settings.max_body_bytes)
+    return await reader.checked(exchange, packed, unpack)
+
+
+# zlib's numbers for the two forms.
+_WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
+
+
+def _unpacked(packed: bytes, encoding: bytes, max_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(_WINDOW_BITS[encoding])
+    try:
+        body = unpacker.decompress(packed, max_bytes + 1)
+    except zlib.error as error:
+        raise _not_unpacked(encoding) from error
+    if len(body) > max_bytes:
+        raise _too_large(max_bytes)
+    if not unpacker.eof or unpacker.unused_data:
+        raise _not_unpacked(encoding)
+    return body
+
+
+def _not_unpacked(encoding: bytes) -> BadRequest:
+    return BadRequest(f"the body is not {encoding.decode()}, as content-encoding says: send it so")
+
+
+async def _received(exchange: Exchange, settings: Settings) -> bytes:
     headers, max_bytes = exchange.headers, settings.max_body_bytes
-    if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
-        raise BadRequest("the body is compressed: send it without content-encoding")
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)

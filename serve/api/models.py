@@ -403,6 +403,7 @@ _LOAD_PROBLEMS = problems(
     e403="The server has no admin key, or models may not be loaded from this folder.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
+    e415="The body is packed in a way that is not known.",
     e422="The body has an unknown or wrong field, or the bundle cannot be served. Nothing was "
     "changed.",
     e503="The server is shutting down.",

@@ -521,7 +521,7 @@ async def read_inference(
     exchange: Exchange, reader: Reader
 ) -> tuple[InferRequest, list[memoryview | None]]:
     """The JSON of a request, and the bytes of each input that was sent as bytes."""
-    body = await read_body(exchange, reader.settings)
+    body = await read_body(exchange, reader)
     length = _header_length(exchange, len(body))
     text = body if length is None else body[:length]
     asked = await checked_json(exchange, text, InferRequest, reader, explain_request)
@@ -1142,11 +1142,12 @@ def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
             e403="A web page of another origin sent the request.",
             e408="The body did not arrive in time.",
             e413="The body is too large.",
+            e415="The body is packed in a way that is not known.",
         ),
         openapi_extra=takes(IndexRequest, required=False),
     )
     async def index(exchange: ThisExchange) -> Response:
-        body = await read_body(exchange, reader.settings)
+        body = await read_body(exchange, reader)
         only_ready = False
         if body.strip():
             asked = await checked_json(exchange, body, IndexRequest, reader, explain_request)

@@ -335,6 +335,7 @@ RUN_PROBLEMS = problems(
     e404="No model with this name is served.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
+    e415="The body is packed in a way that is not known.",
     e422="A field is unknown, missing, of the wrong type, or asks for something impossible; "
     "`param` names it.",
     e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and `retry-after-ms` "

@@ -4,8 +4,10 @@ It reads the lanes and never changes them.
 """
 
 import math
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ class LaneLoad(NamedTuple):
     """What runs and waits in one lane that generates or searches."""
 
     rows: int  # that run together, now or soon
+    max_rows: int  # that may run together
     calls: int  # that a token of each of them takes: searches take turns
     token: CostLine  # the cost of a token of all of them
     prefill_s: float  # of the prompts that are still to be prefilled
@@ -28,7 +31,8 @@ class LaneLoad(NamedTuple):
     left: list[int]  # tokens of each that runs
     waiting: int
     waiting_tokens: int  # to decode; the first of each comes from its prefill
-    due: list[Job]  # with a deadline, of those that run or run next
+    positions: int  # cached, of the longest of those that run or run next
+    due: list[Job]  # with a deadline, of the same
 
     @property
     def tokens(self) -> float:
@@ -44,6 +48,11 @@ class GenerationSize(NamedTuple):
     jobs: int = 1
     beams: int = 1  # of each
     window: int = 0  # cached positions, at most; 0: as many as there are tokens
+
+    @property
+    def positions(self) -> int:
+        """Cached positions of each at its end."""
+        return min(self.prompt + self.tokens, self.window or sys.maxsize)
 
     @property
     def length(self) -> int:
@@ -85,10 +94,14 @@ class ModelBacklog:
         max_rows: int,
         beside_s: float,
         shared: bool = False,
+        rows_in_memory: Callable[[LaneKey, int], int] | None = None,
     ) -> None:
-        """`beside_s`: other models' work between two calls; `shared` if lanes may share calls."""
+        """`beside_s`: other models' work between two calls; `shared` if lanes may share calls.
+
+        `rows_in_memory`: how many rows of a lane fit into memory, by their positions.
+        """
         self._cost, self._answer_s = cost, answer_s
-        self._max_rows = max_rows
+        self._max_rows, self._rows_in_memory = max_rows, rows_in_memory
         self._beside_s = beside_s
         self._loads: dict[LaneKey, LaneLoad] = {}
         for lane in lanes:
@@ -107,16 +120,17 @@ class ModelBacklog:
             return size.jobs * search_s + IDLE_ANSWER_S
         _, (fixed_s, each_s) = self._rows(key, size, 0)
         token_s = fixed_s + each_s * size.length
-        return self._prompts_s(key, size) + self._decoded(size) * token_s + IDLE_ANSWER_S
+        return self._prompts_s(key, size) + self._decoded(key, size) * token_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time until the last token of all of them; seldom longer."""
         load = self._loads.get(key)
         calls, (more_fixed_s, more_each_s) = self._more(key, size)
         length = size.length if load is None else max(load.length, size.length)
-        first = 0.0 if load is None else tokens_until_slot(load, self._max_rows)
-        tokens = self._decoded(size)
-        work_s = self._until_slot_s(key) + self._prefill_s + self._prompts_s(key, size)
+        max_rows = self._most_rows(key, size)
+        first = 0.0 if load is None else tokens_until_slot(load, max_rows)
+        tokens = self._decoded(key, size)
+        work_s = self._until_slot_s(key, max_rows) + self._prefill_s + self._prompts_s(key, size)
         work_s += self._tokens_s(key, calls, length, first, first + tokens)
         work_s += tokens * (more_fixed_s + more_each_s * length)
         return work_s * self._cost.caution + self._answer_s
@@ -142,14 +156,14 @@ class ModelBacklog:
                 left, left_s = job.tokens_left, job.ends_s - begin_s
                 work_s = self._tokens_s(other, load.calls, load.length, 0.0, left)
                 if caution * (self._prefill_s + work_s) <= left_s:
-                    work_s += read_s + min(left * ratio, self._decoded(size)) * more_s
+                    work_s += read_s + min(left * ratio, self._decoded(key, size)) * more_s
                     worst_s = max(worst_s, caution * work_s - share * left_s)
         return worst_s
 
     def wait_s(self, key: LaneKey) -> float:
         """The time until a slot is free for one more of this lane, behind those that wait."""
         load = self._loads.get(key)
-        return 0.0 if load is None else self._until_slot_s(key) + load.prefill_s
+        return 0.0 if load is None else self._until_slot_s(key, load.max_rows) + load.prefill_s
 
     def all_begin_s(self) -> float:
         """The time until no generation waits for a slot."""
@@ -161,15 +175,17 @@ class ModelBacklog:
         most_s = 0.0
         for key, load in self._loads.items():
             if load.waiting:
-                tokens = load.waiting_tokens / self._max_rows
+                tokens = load.waiting_tokens / load.max_rows
                 tokens_s = self._tokens_s(key, load.calls, load.length, 0.0, tokens)
                 most_s = max(most_s, load.prefill_s + tokens_s)
         return most_s
 
     def _load(self, lane: CachedLane) -> LaneLoad:
         key, inside, waiting = lane.key, lane.occupants(), len(lane.waiting)
-        rows = min(self._max_rows, len(inside) + waiting)
         next_ones = [*inside, *islice(lane.waiting, self._max_rows)]
+        positions = max([job.positions for job in next_ones])
+        max_rows = max(len(inside), self._fitting(key, positions))
+        rows = min(max_rows, len(inside) + waiting)
         unread = [job for job in inside if job.tokens_left == job.most_tokens]
         prompts = len(unread) + waiting
         tokens = sum([job.lengths[0] for job in unread]) + lane.waiting.prompt_tokens
@@ -188,9 +204,9 @@ class ModelBacklog:
         else:
             calls, token = 1, self._cost.token(key, rows)
         return LaneLoad(
-            *(rows, calls, token, prefill_s, length),
+            *(rows, max_rows, calls, token, prefill_s, length),
             [job.tokens_left for job in inside],
-            *(waiting, lane.waiting.tokens - waiting),
+            *(waiting, lane.waiting.tokens - waiting, positions),
             [job for job in next_ones if job.ends_s < math.inf],
         )
 
@@ -218,7 +234,7 @@ class ModelBacklog:
 
     def _rows(self, key: LaneKey, size: GenerationSize, beside: int) -> tuple[int, CostLine]:
         """The rows of a lane with these beside others, and the cost of a token of all of them."""
-        rows = min(self._max_rows, beside + size.jobs)
+        rows = min(self._most_rows(key, size), beside + size.jobs)
         if key.kind == "generate":
             return rows, self._cost.token(key, rows)
         return rows, (rows * self._cost.search_call_s(key, size.beams, size.tokens // 2 + 1), 0.0)
@@ -232,17 +248,29 @@ class ModelBacklog:
             fixed_s, each_s = fixed_s - known_fixed_s, each_s - known_each_s
         return rows if key.kind == "search" else 1, (fixed_s, each_s)
 
-    def _until_slot_s(self, key: LaneKey) -> float:
+    def _until_slot_s(self, key: LaneKey, max_rows: int) -> float:
         """The time until a slot of a lane is free, without the prompts prefilled until then."""
         load = self._loads.get(key)
         if load is None:
             return 0.0
-        tokens = tokens_until_slot(load, self._max_rows)
+        tokens = tokens_until_slot(load, max_rows)
         return self._tokens_s(key, load.calls, load.length, 0.0, tokens)
 
-    def _decoded(self, size: GenerationSize) -> int:
+    def _decoded(self, key: LaneKey, size: GenerationSize) -> int:
         """Tokens to decode, one after another; the first of each comes from its prefill."""
-        return -(-size.jobs // self._max_rows) * (size.tokens - 1)
+        return -(-size.jobs // self._most_rows(key, size)) * (size.tokens - 1)
+
+    def _most_rows(self, key: LaneKey, size: GenerationSize) -> int:
+        """The rows of a lane that run together when these are among them."""
+        load = self._loads.get(key)
+        if load is None or size.positions <= load.positions:
+            return self._fitting(key, size.positions) if load is None else load.max_rows
+        return max(len(load.left), self._fitting(key, size.positions))
+
+    def _fitting(self, key: LaneKey, positions: int) -> int:
+        if self._rows_in_memory is None:
+            return self._max_rows
+        return min(self._max_rows, self._rows_in_memory(key, positions))
 
     def _prompts_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time to read prompts, and what full windows keep."""
@@ -517,6 +545,7 @@ class Backlog:
             self._limits.decode_rows,
             sum([one.busy_s() for one in self._common.models.values() if one is not model]),
             model.shares_calls,
+            partial(self._common.rows_in_memory, model),
         )
 
     def _classify_lane(self, key: LaneKey) -> ClassifyLane | None:

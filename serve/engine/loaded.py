@@ -154,6 +154,22 @@ class Common:
             )
         )
 
+    def rows_in_memory(self, model: "EngineModel", key: LaneKey, positions: int) -> int:
+        """How many rows of a lane run together, if each has this many positions; 1 at least.
+
+        What other lanes hold is taken to stay.
+        """
+        batches, most = model.batches(key.steps), self.limits.decode_rows
+        others = sum(lane.charged_bytes() for lane in self.cached() if lane.key != key)
+        # A prompt is read beside the rows of a batch, and each search has caches of its own.
+        each_bytes = batches.bytes_for(positions, 1)
+        free_bytes = self.limits.cache_bytes - others
+        for rows in range(most, 1, -1):
+            needed_bytes = batches.bytes_for(positions, rows) + each_bytes
+            if (rows * each_bytes if key.kind == "search" else needed_bytes) <= free_bytes:
+                return rows
+        return 1
+
     def _has_room(self, lane: CachedLane) -> bool:
         return len(lane.occupants()) < self.limits.decode_rows
 

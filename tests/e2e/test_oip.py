@@ -46,8 +46,9 @@ def client(server: ServerProcess) -> Iterator[Any]:
 
 @pytest.mark.parametrize("sent", [True, False], ids=["binary in", "JSON in"])
 @pytest.mark.parametrize("wanted", [True, False], ids=["binary out", "JSON out"])
+@pytest.mark.parametrize("packed", [None, "gzip", "deflate"])
 def test_a_classification_says_what_classify_says(
-    client: Any, raw: httpx.Client, sent: bool, wanted: bool
+    client: Any, raw: httpx.Client, sent: bool, wanted: bool, packed: str | None
 ) -> None:
     names = ("label", "score", "steps")
     answer = client.infer(
@@ -56,6 +57,7 @@ def test_a_classification_says_what_classify_says(
         outputs=[InferRequestedOutput(name, binary_data=wanted) for name in names],
         parameters={"steps": 2},
         request_id="mine",
+        request_compression_algorithm=packed,
     )
     body = {"model": "tiny-classify", "input": TEXTS, "steps": 2}
     expected = raw.post("/v1/classify", json=body).json()["results"]

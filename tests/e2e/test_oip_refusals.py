@@ -85,11 +85,6 @@ def test_what_is_not_there_is_refused_and_never_ignored(client: Any) -> None:
             lambda: client.infer("tiny-classify", [shared]),
             "shared_memory_byte_size is not known here",
         ),
-        (
-            "400",
-            lambda: client.infer("tiny-classify", [tensor], request_compression_algorithm="gzip"),
-            "the body is compressed",
-        ),
     ]
     for output, says in (
         (InferRequestedOutput("label", class_count=2), "classification is not supported"),

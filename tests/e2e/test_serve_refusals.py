@@ -2,7 +2,9 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -209,13 +211,43 @@ def test_bodies_that_are_not_json(client: httpx.Client, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", [CLASSIFY, GENERATE, "/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("encoding", ["gzip", "br", "Deflate"])
-def test_a_compressed_body_is_named_as_such(client: httpx.Client, path: str, encoding: str) -> None:
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "x" * 99])
+def test_an_encoding_that_is_not_known_is_named(
+    client: httpx.Client, path: str, encoding: str
+) -> None:
     body = gzip.compress(json.dumps(TEXT | PROMPT).encode())
     response = client.post(path, content=body, headers={"content-encoding": encoding})
-    assert "the body is compressed" in refused(response, 400, "invalid_json")["message"]
+    message = refused(response, 415, "unsupported_encoding")["message"]
+    assert "send it as gzip, as deflate, or without content-encoding" in message
+    assert response.headers["accept-encoding"] == "gzip, deflate"
     plain = client.post(GENERATE, json=PROMPT, headers={"content-encoding": "identity"})
     assert plain.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("Deflate", zlib.compress)]
+)
+def test_a_compressed_body_is_unpacked(
+    client: httpx.Client, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
+    def send(body: bytes) -> httpx.Response:
+        return client.post(GENERATE, content=body, headers={"content-encoding": encoding})
+
+    asked = PROMPT | {"seed": 7}
+    body = pack(json.dumps(asked).encode())
+    assert send(body).json()["text"] == client.post(GENERATE, json=asked).json()["text"]
+    for wrong in (b"", json.dumps(asked).encode(), body[:-3], body + b"more"):
+        message = refused(send(wrong), 400, "invalid_json")["message"]
+        assert f"the body is not {encoding.lower()}" in message
+
+
+def test_a_bomb_is_not_unpacked(client: httpx.Client) -> None:
+    """300 MB that are 0.3 MB on the way, which would take a second and their memory."""
+    bomb = gzip.compress(b" " * 300_000_000, 1)[:1_000_000]
+    began_s = time.monotonic()
+    response = client.post(GENERATE, content=bomb, headers={"content-encoding": "gzip"})
+    assert "larger than" in refused(response, 413, "payload_too_large")["message"]
+    assert time.monotonic() - began_s < 1
 
 
 def test_half_a_character_is_explained(client: httpx.Client) -> None:
