@@ -75,7 +75,7 @@ def answer(served: Served) -> str:
 def _asked(served: Served, steps: int) -> list[FloatArray]:
     """What a request is answered from."""
     manifest, model, rows = served.manifest, served.model, _rows(served)
-    if manifest.task == "classify":
+    if manifest.labelled:
         return [model.classifier(steps).run(rows)]
     prompt = rows[0].astype(np.int64)
     writer = model.decoder(steps) if manifest.task == "generate" else model.translator(steps)
@@ -95,7 +95,7 @@ def _elsewhere(served: Served, steps: int) -> list[FloatArray]:
         return []
     opened = open_model(served.bundle, threads=1)
     logits = [opened.unrolled(steps).forward(rows)]
-    if manifest.task == "classify" and manifest.step is not None:
+    if manifest.labelled and manifest.step is not None:
         logits.append(opened.step_classifier(steps).run(rows))
     return logits
 
@@ -105,6 +105,8 @@ def _rows(served: Served) -> RowArray:
     if served.text is None:
         row = largest_row(manifest)
         return np.linspace(-1, 1, row.size, dtype=np.float32).reshape(1, *row.shape)
+    if manifest.task == "tag":
+        return largest_row(manifest)[None]
     if manifest.task == "classify":
         tokens = served.text.encode_input(TEXT, truncate=True).tokens
     else:

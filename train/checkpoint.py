@@ -315,7 +315,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def start_from(origin: Path, folder: Path, model: Stepped) -> dict[str, Any]:
-    """Take over the weights of another run, and keep them as the teacher; where they are from."""
+    """Take over the weights of another run, and keep them as they are; where they are from."""
     weights, iteration = _read(origin / MODEL)
     load_weights(model, weights)
     content = (origin / MODEL).read_bytes()
@@ -327,11 +327,11 @@ def start_from(origin: Path, folder: Path, model: Stepped) -> dict[str, Any]:
     }
 
 
-def load_teacher(folder: Path, recipe: Recipe, sizes: Sizes) -> Stepped:
+def load_original(folder: Path, recipe: Recipe, sizes: Sizes) -> Stepped:
     """The model that a run started from, frozen."""
-    teacher = new_model(folder, recipe, sizes)
-    load_weights(teacher, _read(folder / TEACHER)[0])
-    return teacher.eval().requires_grad_(False)
+    original = new_model(folder, recipe, sizes)
+    load_weights(original, _read(folder / TEACHER)[0])
+    return original.eval().requires_grad_(False)
 
 
 def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
@@ -378,7 +378,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], int]:
     if not path.is_file():
         raise RunError(f"{path} does not exist: the run has not reached its first checkpoint")
     try:
-        return load_file(path), _iteration(path)
+        return load_file(path), iteration_of(path)
     except (SafetensorError, KeyError, TypeError) as error:
         raise RunError(_damaged(path, error)) from None
 
@@ -386,12 +386,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], int]:
 def _reached(path: Path) -> int | None:
     """The iteration of the weights in a file, if they can be read."""
     try:
-        return _iteration(path)
+        return iteration_of(path)
     except (OSError, SafetensorError, KeyError, TypeError):
         return None
 
 
-def _iteration(path: Path) -> int:
+def iteration_of(path: Path) -> int:
+    """How far the weights in a file have come."""
     with safe_open(path, framework="pt") as file:
         return int(file.metadata()["iteration"])
 

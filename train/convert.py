@@ -57,7 +57,6 @@ class Conversion:
     epochs: float = 6.0
     max_tokens: int = 0  # 0: the recipe's
     prune: bool = False  # keep only the pieces of the vocabulary that the training texts use
-    gain: float = 0.0  # 0: layers of the original / layers kept
     rank: int = 0  # of the corrections that each step after the first has; 0: none
     overrides: tuple[str, ...] = ()  # of data and run for the teacher as well
 
@@ -98,7 +97,7 @@ def convert(
         teacher = folder / TEACHER_RUN
         # What is wrong with the second run is said before the first, which may take hours.
         check_layers(original, layers)
-        table = _table_of_run(original, base, layers, teacher, request)
+        table = _table_of_run(base, layers, teacher, request)
         _overridden(table, request, original)
         _train_whole(original, base, teacher, request, quiet, begin)
         begin = None
@@ -314,7 +313,7 @@ def _train(
     begin: Begin | None,
 ) -> Recipe:
     """One run of some layers of the original."""
-    table = _table_of_run(original, base, layers, teacher, request)
+    table = _table_of_run(base, layers, teacher, request)
     depth = table["model"]["depth"]
     first = _overridden(table, request, original)
     dataset = open_dataset(first, original.tokenizer)
@@ -328,7 +327,7 @@ def _train(
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
     recipe = _overridden(table, request, original)
     steps = max(request.steps) if request.rank else 1
-    gain = request.gain or (float(steps) if request.rank else original.sizes.layers / len(layers))
+    gain = steps if request.rank else original.sizes.layers / len(layers)
     form = _Form(layers, gain if depth == "ode" else 0.0, steps, request.rank)
     model = _model(original, recipe, dataset, form, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)
@@ -344,7 +343,6 @@ def _endings(request: Conversion, first: Recipe, iterations: int) -> int:
 
 
 def _table_of_run(
-    original: Original,
     base: dict[str, Any],
     layers: tuple[int, ...],
     teacher: Path | None,

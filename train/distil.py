@@ -19,7 +19,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from train.checkpoint import TAUGHT, RunError, load_run, read_facts, write_atomically
+from train.checkpoint import (
+    MODEL,
+    TAUGHT,
+    RunError,
+    iteration_of,
+    load_run,
+    read_facts,
+    write_atomically,
+)
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
 from train.model import OTTransformer, Output, Stepped
@@ -113,7 +121,7 @@ def check_teacher(folder: Path, dataset: Dataset) -> None:
 def kept_logits(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
     """A teacher's logits (R, classes) for all rows to train on; kept in its folder."""
     path = folder / TAUGHT
-    reached = str(load_iteration(folder))
+    reached = str(iteration_of(folder / MODEL))
     meta = {"of": json.dumps([dataset.digest, reached])}
     if (kept := _read_kept(path, meta)) is not None:
         return kept
@@ -140,8 +148,3 @@ def _read_kept(path: Path, meta: dict[str, str]) -> Tensor | None:
     except (OSError, SafetensorError, KeyError):
         pass
     return None
-
-
-def load_iteration(folder: Path) -> int:
-    """How far the weights of a run have come."""
-    return int(load_run(folder).facts["iteration"])

@@ -32,7 +32,7 @@ from train.checkpoint import (
     keep_for_average,
     load_best,
     load_checkpoint,
-    load_teacher,
+    load_original,
     lock_run,
     new_model,
     note_places,
@@ -143,7 +143,7 @@ def train(
 ) -> Stepped:
     """Train a recipe into a run folder, going on from its checkpoint if it holds one.
 
-    With an origin, another run, training starts from its weights and keeps them as the teacher.
+    With an origin, another run, training starts from its weights and learns from what they answer.
     With a model, of `otify` for example, that one is trained in place of the one described. With a
     tokenizer none is learnt; without one a run that has a teacher has the teacher's. `begin` is
     called once, in the main process, when the data can be read and before anything is trained.
@@ -155,14 +155,14 @@ def train(
         if not devices.main:
             devices.wait()  # the main process makes the run, and the others find it there
         resumed = (folder / STATE).is_file()
-        master = Path(recipe.teacher.run) if recipe.teacher.run else None
+        teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
         if resumed:
             tokenizer = check_resumable(folder, recipe)
-        elif (trained := origin or (None if tokenizer else master)) is not None:
+        elif (trained := origin or (None if tokenizer else teacher)) is not None:
             tokenizer = read_tokenizer(trained)
         dataset = open_dataset(recipe, tokenizer)
-        if master is not None:
-            check_teacher(master, dataset)
+        if teacher is not None:
+            check_teacher(teacher, dataset)
         if devices.main and isinstance(dataset, LabelledDataset | TagDataset):
             dataset.warn_of_unseen()
         torch.manual_seed(recipe.run.seed)
@@ -184,7 +184,7 @@ def train(
         if resumed:
             check_same_data(folder, dataset.digest)
             check_same_meaning(dataset, recipe, read_facts(folder))
-            check_same_teacher(folder, master)
+            check_same_teacher(folder, teacher)
             note_places(folder, recipe)
             first = load_checkpoint(folder, model, optimiser)
             move_state(optimiser)
@@ -199,8 +199,8 @@ def train(
                 "own_model": own
                 and not isinstance(model, OtifiedTransformer | ConvertedTransformer),
             }
-            if master is not None:
-                facts["teacher_sha256"] = digest_of_weights(master)
+            if teacher is not None:
+                facts["teacher_sha256"] = digest_of_weights(teacher)
             if origin is not None:
                 check_same_data(origin, dataset.digest)
                 facts["origin"] = start_from(origin, folder, model)
@@ -208,16 +208,20 @@ def train(
             save_checkpoint(folder, model, optimiser, first)
         if devices.main:
             devices.wait()
-        teacher = None if origin is None else load_teacher(folder, recipe, dataset.sizes)
-        if teacher is not None:
-            teacher.to(devices.device)
+        original = None if origin is None else load_original(folder, recipe, dataset.sizes)
+        if original is not None:
+            original.to(devices.device)
         if begin is not None and devices.main:
             begin(recipe)
         recipe = ending(recipe, dataset)
-        loop = TrainingLoop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher)
-        if master is not None:
-            loop.objective.master = _master(master, recipe, dataset, devices, quiet)
-        loop.run(first)
+        asked = None
+        if teacher is not None:
+            asked = _asked_teacher(teacher, recipe, dataset, devices, quiet)
+        TrainingLoop(
+            *(recipe, folder, dataset, model, optimiser, quiet, devices),
+            original=original,
+            teacher=asked,
+        ).run(first)
     return model.eval()
 
 
@@ -231,7 +235,7 @@ def ending(recipe: Recipe, dataset: Dataset) -> Recipe:
     return dataclasses.replace(recipe, optim=dataclasses.replace(optim, iterations=iterations))
 
 
-def _master(
+def _asked_teacher(
     folder: Path, recipe: Recipe, dataset: Dataset, devices: Devices, quiet: bool
 ) -> Teacher | None:
     """The run that is learnt from; none where its answers are kept and its states not compared."""
@@ -349,7 +353,8 @@ class TrainingLoop:
         optimiser: torch.optim.Optimizer,
         quiet: bool,
         devices: Devices,
-        teacher: Stepped | None = None,
+        original: Stepped | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.recipe, self.folder, self.dataset = recipe, folder, dataset
         self.model, self.optimiser, self.quiet = model, optimiser, quiet
@@ -361,8 +366,9 @@ class TrainingLoop:
             recipe,
             model,
             devices.autocast,
+            original,
             teacher,
-            class_weights=_class_weights(recipe, dataset, devices),
+            _class_weights(recipe, dataset, devices),
         )
 
     def run(self, reached: Reached) -> None:

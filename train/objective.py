@@ -53,9 +53,10 @@ class JumpPoint:
 
 
 class Objective:
-    """The objective of a recipe for a model; with a teacher, its full answers are the aim.
+    """The objective of a recipe for a model.
 
-    A master is asked for answers that no batch brings, and for states.
+    With an original, whose weights the model began with, its full answers are the aim. A teacher is
+    asked for answers that no batch brings, and for states.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Objective:
         recipe: Recipe,
         model: Stepped,
         autocast: Callable[[], AbstractContextManager[object]],
-        teacher: Stepped | None = None,
-        master: Teacher | None = None,
+        original: Stepped | None = None,
+        teacher: Teacher | None = None,
         class_weights: Tensor | None = None,
     ) -> None:
         self.class_weights = class_weights
         self.steps, self.optim, self.learning = recipe.steps, recipe.optim, recipe.teacher
-        self.model, self.teacher, self.autocast = model, teacher, autocast
-        self.master = master
+        self.model, self.autocast = model, autocast
+        self.original, self.teacher = original, teacher
 
     def passes(
         self,
@@ -81,9 +82,9 @@ class Objective:
     ) -> Iterator[Pass]:
         """The passes of one batch, each with the graph of its own loss only.
 
-        Taught are the master's answers, if they were kept.
+        Taught are the teacher's answers, if they were kept.
         """
-        aim = self._taught(inputs, turn)
+        aim = self._aim(inputs, turn)
         lesson = self._lesson(inputs, taught)
         weights = pass_weights(len(turn.counts), self.steps.full_probability)
         for place, weight in enumerate(weights):
@@ -135,21 +136,21 @@ class Objective:
             loss = loss + self.steps.jump * divergence(jumped, full, targets)
         return Pass(loss, output.cost.detach(), output.evaluations), logits
 
-    def _taught(self, inputs: tuple[Tensor, ...], turn: Turn) -> Tensor | None:
-        """The teacher's full answer, if there is a teacher and anybody to learn from it."""
-        if self.teacher is None or not (turn.distilling or turn.jump is not None):
+    def _aim(self, inputs: tuple[Tensor, ...], turn: Turn) -> Tensor | None:
+        """The original's full answer, if there is an original and anybody to learn from it."""
+        if self.original is None or not (turn.distilling or turn.jump is not None):
             return None
         with torch.no_grad(), self.autocast():
-            logits: Tensor = self.teacher(
+            logits: Tensor = self.original(
                 *inputs, steps=self.steps.full, method=self.steps.method
             ).logits
         return logits
 
     def _lesson(self, inputs: tuple[Tensor, ...], taught: Tensor | None) -> "_Lesson":
-        if self.master is None:
+        if self.teacher is None:
             return _Lesson(taught, {})
         with self.autocast():
-            output, path = self.master(*inputs)
+            output, path = self.teacher(*inputs)
         return _Lesson(output.logits, path if self.learning.states else {})
 
     def _task(
@@ -173,7 +174,7 @@ class Objective:
 
 
 class _Lesson(NamedTuple):
-    """What a master says of a batch."""
+    """What a teacher says of a batch."""
 
     logits: Tensor | None
     path: Waypath  # empty where states are not compared

@@ -9,7 +9,6 @@ import math
 import random
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -742,7 +741,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             raise RecipeError(f"{where} must be a list like [1, 2], not {value!r}")
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_coerce(inner, item, where) for item in items)
-    if origin in (dict, types.GenericAlias) and isinstance(value, dict):
+    if origin is dict and isinstance(value, dict):
         return value
     if hint is str and type(value) is int:
         return str(value)  # a column or a class may be a number

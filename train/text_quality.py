@@ -114,28 +114,6 @@ def text_metrics(
     )
 
 
-def continue_texts(
-    run: Run,
-    prompts: Sequence[str],
-    steps: int,
-    length: int = 100,
-    method: str | None = None,
-    sampling: Sampling | None = None,
-) -> list[str]:
-    """What the model writes after each prompt: `length` tokens."""
-    tokenizer, method = run.tokenizer, method or run.recipe.steps.method
-    assert tokenizer is not None
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64)  # (1, N)
-        if ids.shape[1] == 0:
-            raise ValueError("a prompt must have a token at least")
-        pad = tokenizer.token_to_id(PAD)
-        new = continue_ids(run.model, ids, length, steps, method, sampling or Sampling(), pad)
-        texts.append(tokenizer.decode(new[0].tolist()))
-    return texts
-
-
 @torch.no_grad()
 def continue_ids(
     model: Stepped,

@@ -220,7 +220,6 @@ class StepFiles(Part):
     """The graphs of one step: embedding, step, and head."""
 
     OPTIONAL = frozenset({"endings"})
-    IGNORED = frozenset({"mixed", "groups"})  # of a graph for rows of several rungs
 
     embed: FileName
     step: FileName

@@ -297,7 +297,6 @@ class Part:
     """An object of a bundle's JSON files."""
 
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()  # that bundles of earlier releases lack
-    IGNORED: ClassVar[frozenset[str]] = frozenset()  # that they have
     ASCENDING: ClassVar[tuple[str, ...]] = ()  # members of which none is above the next
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
@@ -337,7 +336,7 @@ class Part:
             if name not in value and name not in cls.OPTIONAL:
                 raise BundleError("is missing; export the bundle again", field=name)
         for key in value:
-            if key not in known and key not in cls.IGNORED:
+            if key not in known:
                 raise BundleError(
                     f"is not a known key; the keys here are {', '.join(known)}: remove it, or "
                     "serve the bundle with the release that wrote it",
@@ -365,7 +364,6 @@ class Part:
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
         known = _members(cls)
-        schema["properties"] |= dict.fromkeys(sorted(cls.IGNORED), True)
         schema["required"] = [name for name in known if name not in cls.OPTIONAL]
         optional = {name: known[name] for name in cls.OPTIONAL}
         if cls.RULES:

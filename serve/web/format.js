@@ -69,8 +69,3 @@ export function trade(metric, rung, full, latencyOf) {
   return `Against ${stepsWord(full.steps)}: ${parts.join(", ")}.`;
 }
 
-export function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-}

@@ -16,7 +16,6 @@ from train.data.logic import (
     form,
     make_puzzles,
     rounds_of_singles,
-    text_of,
     turned,
 )
 from train.data.tables import DataError
@@ -178,11 +177,6 @@ def test_every_seed_has_the_same_puzzles() -> None:
             open_dataset(load_recipe("logic", ["data.rows=40", f"run.seed={seed}"])).digest
         )
     assert found[0] == found[1]
-
-
-def test_a_puzzle_as_text() -> None:
-    given = np.array([0, 0, 3, 6])
-    assert text_of(given) == "..36"
 
 
 def test_depths_of_nested_listops_are_even() -> None:

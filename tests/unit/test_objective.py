@@ -39,8 +39,8 @@ def model_of(recipe: Recipe, seed: int = 0) -> OTTransformer:
     return model
 
 
-def passes_of(recipe: Recipe, turn: Turn, teacher: Stepped | None = None) -> list[Pass]:
-    made = Objective(recipe, model_of(recipe), nullcontext, teacher)
+def passes_of(recipe: Recipe, turn: Turn, original: Stepped | None = None) -> list[Pass]:
+    made = Objective(recipe, model_of(recipe), nullcontext, original)
     return list(made.passes((TOKENS,), TARGETS, turn))
 
 

@@ -24,7 +24,7 @@ from train.text_quality import (
     bert_score,
     bleu_score,
     check_texts,
-    continue_texts,
+    continue_ids,
     text_metrics,
 )
 
@@ -86,16 +86,18 @@ def test_fresh_weights_score_low_and_the_same_twice(made: tuple[Run, TextDataset
 
 def test_texts_go_on_from_their_prompts(made: tuple[Run, TextDataset]) -> None:
     run, _ = made
-    prompts = ["the quick brown fox jumps over the lazy dog", "pack"]
+    assert run.tokenizer is not None
+
+    def go_on(prompt: str, length: int, sampling: Sampling) -> list[int]:
+        assert run.tokenizer is not None
+        ids = torch.tensor([run.tokenizer.encode(prompt).ids])
+        (new,) = continue_ids(run.model, ids, length, 2, "euler", sampling)
+        return list(new.tolist())
+
     likeliest = Sampling(temperature=0)
-    texts = continue_texts(run, prompts, steps=2, length=12, sampling=likeliest)
-    assert [len(text) for text in texts] == [12, 12]
-    longer = continue_texts(run, prompts[1:], steps=2, length=13, sampling=likeliest)
-    assert longer[0][:12] == texts[1]
-    drawn = {continue_texts(run, ["a"], 1, 20, sampling=Sampling(seed=s))[0] for s in range(3)}
-    assert len(drawn) == 3
-    with pytest.raises(ValueError, match="a token at least"):
-        continue_texts(run, [""], steps=1)
+    assert len(go_on("the quick brown fox jumps over the lazy dog", 12, likeliest)) == 12
+    assert go_on("pack", 13, likeliest)[:12] == go_on("pack", 12, likeliest)
+    assert len({tuple(go_on("a", 20, Sampling(seed=seed))) for seed in range(3)}) == 3
 
 
 def test_scores_are_those_of_the_packages(tmp_path: Path) -> None:

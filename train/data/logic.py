@@ -262,11 +262,6 @@ def _lines(rows: int, side: int, together: int, draw: np.random.Generator) -> Ce
     return lines
 
 
-def text_of(given: Cells) -> str:
-    """One puzzle as text: digits, and a dot for an empty cell."""
-    return "".join(str(digit) if digit else "." for digit in given.tolist())
-
-
 class PuzzleDataset:
     """Puzzles as characters, with the digit of every cell as its label.
 
