@@ -354,7 +354,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._problem = problem_of_head(self.settings, self.url, self.headers, size)
         if self._problem is None:
             self._problem = problem_of_headers(self.parser.get_http_version(), self.headers)
-        if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
+        if self._problem is None and self._too_far_ahead():
             self._problem = BadHttp("too many requests were sent ahead: wait for answers")
         if self._problem is not None:
             raise self._problem
@@ -366,6 +366,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._table.busy(self)
         if not waits:
             self._answering = self.cycle
+
+    def _too_far_ahead(self) -> bool:
+        """Whether too many requests, or headers of them, would wait for answers to others."""
+        if not self.pipeline:
+            return False
+        waiting = [cast(list[object], one.scope["headers"]) for one, _ in self.pipeline]
+        headers = len(self.headers) + sum(map(len, waiting))
+        return len(self.pipeline) >= _MAX_PIPELINED or headers > 2 * self.settings.max_headers
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -11,6 +11,11 @@ from typing import Any, ClassVar
 _MOST_CHARACTERS = 2000
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up, which it says by an exception that is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 class ServeError(Exception):
     """An error with a public shape: `{"error": {"code", "message", "param", ...}}`."""
 

@@ -20,7 +20,7 @@ from serve.catalog import Served, find_bundles, open_served
 from serve.engine.cost import Cost, CostKey
 from serve.engine.engine import Engine
 from serve.engine.loaded import new_cost
-from serve.errors import BrokenBundle, Draining, FolderForbidden, InvalidField
+from serve.errors import BrokenBundle, Draining, FolderForbidden, InvalidField, is_panic
 from serve.inputs.rows import row_length
 from serve.parts import rows_for
 from serve.runtime.protocol import largest_row, largest_tokens
@@ -191,6 +191,8 @@ class Loading:
                     await self._renew(folder)
                 except (BundleError, Draining) as error:
                     _log.error("bundle not loaded, the models served before stay: %s", error)
+                except Exception:  # the other folders are renewed all the same
+                    _log.exception("bundle not loaded from %s: this is our bug", folder)
 
     def _folders(self) -> list[Path]:
         folders = list(self._manifests)
@@ -252,7 +254,9 @@ class Loading:
         except MemoryError as error:
             problem = "there is not enough memory: give the server more, or serve fewer models"
             raise BundleError(problem, file=str(folder)) from error
-        except Exception as error:  # onnxruntime has no base class of its own
+        except BaseException as error:  # onnxruntime has no base class of its own
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             _log.error("the model in %s cannot be run", folder, exc_info=error)
             problem = f"cannot be run ({type(error).__name__}: {error})"
             raise BundleError(problem, file=str(folder)) from error

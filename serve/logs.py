@@ -131,6 +131,17 @@ class QueuedLines(logging.Handler):
             _count_dropped(b"\n")
 
 
+# Of what others send, so that no part of a message passes for another line.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
+
+class TextLines(logging.Formatter):
+    """Formats each record as one line, and what was raised below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_CONTROL)
+
+
 class JsonLines(logging.Formatter):
     """Formats each record as one JSON object on one line."""
 
@@ -149,7 +160,7 @@ def set_up(log_format: LogFormat, level: str, access_log: bool) -> None:
     _errors.open()
     _output.open()
     handler = QueuedLines()
-    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if access_log:
         logging.getLogger("stepdial.access").setLevel(logging.INFO)

@@ -36,6 +36,7 @@ from serve.errors import (
     ServeError,
     Unauthorized,
     Unprocessable,
+    is_panic,
 )
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList, nearby
 from serve.keys import Holder, Keys
@@ -428,7 +429,9 @@ class RequestMiddleware:
         except asyncio.CancelledError:
             if not exchange.ended:
                 raise
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             short = isinstance(error, MemoryError)
             _log.exception(
                 "%s in request %s", "out of memory" if short else "internal error", request_id

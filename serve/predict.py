@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
     from serve.local import LocalModel
 
 LONGEST_CELL = 1 << 24
+LONGEST_LINE = 1 << 26  # in characters
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 # What stands between cells, by how a file is called; "" for a line of JSON each.
@@ -145,10 +147,10 @@ def _predict(arguments: argparse.Namespace) -> int:
         _reading(name),
     ):
         by_number = all(column.isdecimal() for column in arguments.text or [""])
-        lines: Iterator[str] = source
+        lines = _lines(source, name)
         if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
             columns = [] if by_number else arguments.text or []
-            lines, separator = _separated(source, separator, columns)
+            lines, separator = _separated(lines, separator, columns)
         header, rows = _rows(lines, separator, name, by_number)
         first = next(rows, None)
         if first is None:
@@ -380,6 +382,16 @@ def _rows(
     if twice is not None:
         raise ValueError(f"{name}: two columns are called {twice!r}: rename one")
     return names, _named(names, lines, name)
+
+
+def _lines(source: IO[str], name: str) -> Iterator[str]:
+    """The lines of a table; a file without line ends is not read whole."""
+    for number, line in enumerate(iter(partial(source.readline, LONGEST_LINE + 1), ""), 1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(
+                f"{name}, line {number}: longer than {LONGEST_LINE:,} characters: is this a table?"
+            )
+        yield line
 
 
 def _separated(

@@ -311,7 +311,9 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers has no narrower one
+    except BaseException as error:  # tokenizers has no narrower one, and it may panic
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise PretrainedError(f"{path} cannot be read: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -372,11 +374,17 @@ def _pooling(folder: Path) -> Literal["mean", "first"]:
     return "first" if modes == {"cls"} else "mean"
 
 
+_CARD_CHARACTERS = 1 << 16  # of a model card, that its facts are among
+
+
 def _licence(folder: Path) -> str:
     """As the model card says it; empty if there is none."""
     path = folder / "README.md"
-    card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
+    card = ""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            card = file.read(_CARD_CHARACTERS)
+    found = re.match(r"---[^\S\n]*\n(.*?)\n---", card, re.DOTALL)
     line = re.search(r"^license:\s*(\S+)", found[1], re.MULTILINE) if found else None
     return line[1] if line else ""
 

@@ -119,8 +119,8 @@ def stability(model: Stepped, transport: float, positions: int = 1) -> Stability
     weights = output_weights(model.head)
     norm = float(torch.linalg.matrix_norm(weights.detach().float(), 2))
     threshold = model.T * norm**2
-    pool = getattr(model.head, "pool", None)
-    read = positions if pool in ("first", "max") else 1
+    pools = {getattr(module, "pool", None) for module in model.head.modules()}  # behind a coda too
+    read = positions if pools & {"first", "max"} else 1
     strict = 2 * transport / (weights.shape[1] * read)
     return Stability(transport, norm**2, threshold, transport / threshold, strict / threshold)
 

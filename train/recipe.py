@@ -375,6 +375,10 @@ def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> 
         "translators": model.depth != "chain"
         or model.block == "timed"
         or (model.block == "transformer" and model.family != "translator"),
+        'model.final_norm "inside" needs model.block "transformer", and no model.depth "chain"': (
+            model.final_norm != "inside"
+            or (model.block == "transformer" and model.depth != "chain")
+        ),
         'model.conditioned and timed need model.depth "ode"': model.depth == "ode"
         or not (model.conditioned or model.timed),
         "model.conditioned and timed must not both be on: in either dial one of them is constant "

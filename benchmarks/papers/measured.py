@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.lab import Machine
+from train.evaluate import ADAPTIVE
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 SCHEMA_VERSION = 1
@@ -83,8 +84,11 @@ class Measured:
         return cls(**record)
 
     def at(self, steps: int | None, method: str | None = None) -> Point | None:
-        """The point of a step count; by default with the method of its training."""
-        wanted = method or self.trained_method
+        """The point of a step count; by default with the method of its training.
+
+        None is the adaptive solver, which chooses its steps.
+        """
+        wanted = ADAPTIVE if steps is None else method or self.trained_method
         for point in self.points:
             if point.steps == steps and point.method in (wanted, "discrete"):
                 return point
@@ -96,6 +100,16 @@ class Measured:
         if point is None:
             raise ValueError(f"{self.name} was not measured at {steps} steps")
         return point
+
+    @property
+    def full(self) -> Point:
+        """The point of the training: at full steps, or of the adaptive solver."""
+        steps = self.recipe["steps"]
+        adaptive = steps.get("solver") == ADAPTIVE
+        found = self.at(None if adaptive else steps["full"]) or self.at(1)
+        if found is None:  # measured at other counts only
+            found = max(self.points, key=lambda point: point.steps or 0)
+        return found
 
     @property
     def trained_method(self) -> str:

@@ -21,6 +21,7 @@ from benchmarks.papers.measured import FOLDER as MEASURED
 from benchmarks.papers.measured import Measured, Point, read_all
 from benchmarks.papers.queue import PLAN, Place, read_plan, state
 from benchmarks.papers.screens import SCREENED, Screen, read_screens
+from train.evaluate import ADAPTIVE
 
 # The pictures of the results page: quality against steps, and training curves.
 
@@ -332,7 +333,7 @@ def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[st
     counts = sorted({*STEPS_SHOWN, one["full"]})
     ours = groups.get(one["rows"][0][1], [])
     header = [one["task"], "parameters", "of k", *map(_count_name, counts)]
-    header += ["OT ahead by", "ms at 1 / most steps", "evaluations", "CPU s", "seeds"]
+    header += ["OT ahead by", "ms at 1 / full steps", "evaluations", "CPU s", "seeds"]
     rows = []
     for what, name in one["rows"]:
         runs = groups.get(name, [])
@@ -348,7 +349,7 @@ def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[st
                 ratio,
                 *(_cell_at(runs, count) for count in counts),
                 _ahead(ours, runs, one["full"]) if runs is not ours else "",
-                _latency(runs),
+                _latency(runs, one["full"]),
                 mean([run.evaluations for run in runs], "{:,.0f}"),
                 mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"),
                 str(len(runs)),
@@ -376,12 +377,11 @@ def _ahead(ours: Sequence[Measured], others: Sequence[Measured], full: int) -> s
     return f"{better:+.2f}" if metric == "accuracy" else f"{-better:+.3f}"
 
 
-def _latency(runs: Sequence[Measured]) -> str:
+def _latency(runs: Sequence[Measured], full: int) -> str:
     timed = [run.latency_ms for run in runs if run.latency_ms]
     if not timed:
         return "–"
-    counts = sorted(timed[0], key=int)
-    ends = dict.fromkeys((counts[0], counts[-1]))
+    ends = [str(count) for count in dict.fromkeys((1, full)) if str(count) in timed[0]]
     return " / ".join(f"{statistics.mean(one[count] for one in timed):.1f}" for count in ends)
 
 
@@ -389,14 +389,15 @@ def _sweep_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str]
     """Quality, paths and overfitting against one setting of training."""
     counts = one["steps"]
     header = [f"{one['task']}: {one['what']}", *map(_count_name, counts)]
-    header += ["transport cost", "straightness gap", "validation lost after its best", "seeds"]
+    header += ["transport cost at full steps", "straightness gap at full steps"]
+    header += ["validation lost after its best", "seeds"]
     rows = []
     for what, name in one["rows"]:
         runs = groups.get(name, [])
         if not runs:
             rows.append([what, said(name), *["–"] * (len(header) - 2)])
             continue
-        fulls = [max(run.points, key=lambda point: point.steps or 0) for run in runs]
+        fulls = [run.full for run in runs]
         rows.append(
             [
                 what,
@@ -593,8 +594,9 @@ def _evidence(
 # Each of these gives a figure, or "", and what to run, or "".
 
 
-def _here(groups: Groups, what: str, group: str, steps: int) -> tuple[str, str]:
-    points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
+def _here(groups: Groups, what: str, group: str, steps: int | str) -> tuple[str, str]:
+    wanted = None if steps == ADAPTIVE else int(steps)
+    points = [p for run in groups.get(group, []) if (p := run.at(wanted)) is not None]
     if not points:
         return "", _missing(what, group)
     unit = " %" if points[0].metric == "accuracy" else " nats"
@@ -699,9 +701,11 @@ def _with_differences(found: Table, differs: Mapping[str, str]) -> Table:
 
 
 def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[str, str]) -> str:
-    counts = sorted({p.steps for _, runs in present for r in runs for p in r.points if p.steps})
+    points = [p for _, runs in present for run in runs for p in run.points]
+    counts: list[int | None] = [*sorted({p.steps for p in points if p.steps})]
+    counts += [None] if any(p.steps is None for p in points) else []
     header = ["measured here", "seeds", "parameters", "evaluations", "CPU s"]
-    header += [f"{count} step{'s' if count > 1 else ''}" for count in counts]
+    header += [ADAPTIVE if count is None else _count_name(count) for count in counts]
     scored = any(run.bleu for _, runs in present for run in runs)
     header += ["BLEU at most steps"] if scored else []
     header += ["not as in the paper"] if differs else []
@@ -721,13 +725,13 @@ def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[s
 
 
 def _path_table(present: list[tuple[str, list[Measured]]]) -> str:
-    """How straight the paths are, of the models with more than one step count."""
-    header = ["paths", "transport cost", "straightness gap", "lambda / T L²"]
+    """How straight the paths are at full steps, of the models that are trained for several."""
+    header = ["paths, at full steps", "transport cost", "straightness gap", "lambda / T L²"]
     header += [f"jump after {k} agrees with full" for k in (1, 2, 4)]
     rows = []
     for name, runs in present:
-        fulls = [max(run.points, key=lambda p: p.steps or 0) for run in runs]
-        if all((full.steps or 0) <= 1 for full in fulls):
+        fulls = [run.full for run in runs]
+        if all(full.steps == 1 for full in fulls):
             continue
         cells = [name, mean([p.cost for p in fulls], "{:.3g}")]
         cells.append(mean([p.gap for p in fulls], "{:.3g}"))

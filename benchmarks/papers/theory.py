@@ -132,14 +132,19 @@ def train_and_measure(setting: Setting) -> Found:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.iterations)
     for _ in range(setting.iterations):
         chosen = torch.randint(len(x0), (BATCH,), generator=draw)
-        end, cost = toy.end(x0[chosen])
-        loss = F.cross_entropy(toy.logits(end), classes[chosen]) + setting.transport / 2 * cost
+        loss = objective(toy, x0[chosen], classes[chosen], setting)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     toy.requires_grad_(False)
     return measured(toy, setting, x0, classes, draw)
+
+
+def objective(toy: Toy, x0: Tensor, classes: Tensor, setting: Setting) -> Tensor:
+    """Cross-entropy and lambda / 2 times the cost."""
+    end, cost = toy.end(x0)
+    return F.cross_entropy(toy.logits(end), classes) + setting.transport / 2 * cost
 
 
 def measured(

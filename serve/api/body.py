@@ -11,9 +11,9 @@ import re
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Self, TypeVar, final, get_args, get_origin
@@ -578,6 +578,29 @@ class Reader:
         self._engine = engine
         self._checks = _ReaderThread("check", engine.unread)
         self._reads = _ReaderThread("read", engine.unread)
+        self._arriving_bytes = 0
+
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body while it arrives; QueueFull if all bodies have too many."""
+        own_bytes = 0
+
+        def count(size: int) -> None:
+            nonlocal own_bytes
+            others_bytes = self._arriving_bytes - own_bytes
+            own_bytes += size
+            self._arriving_bytes += size
+            if others_bytes and self._arriving_bytes > UNREAD_BYTES:
+                raise QueueFull(
+                    f"the bodies that are arriving fill the {UNREAD_BYTES >> 20} MiB that there "
+                    "are for them: try again later",
+                    retry_after_s=_TRY_AGAIN_S,
+                )
+
+        try:
+            yield count
+        finally:
+            self._arriving_bytes -= own_bytes
 
     async def checked(self, exchange: Exchange, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work` on a body."""
@@ -809,13 +832,13 @@ async def read_body(exchange: Exchange, reader: Reader) -> bytes:
     """The whole body, unpacked; PayloadTooLarge or RequestTimeout beyond the limits."""
     encoding = exchange.headers.get(b"content-encoding", b"").strip().lower()
     if encoding in (b"", b"identity"):
-        return await _received(exchange, reader.settings)
+        return await _received(exchange, reader)
     if encoding not in _WINDOW_BITS:
         raise UnsupportedEncoding(
             "the body is compressed in a way that is not known here: send it as gzip, as deflate, "
             "or without content-encoding"
         )
-    packed = await _received(exchange, reader.settings)
+    packed = await _received(exchange, reader)
     unpack = partial(_unpacked, packed, encoding, reader.settings.max_body_bytes)
     return await reader.checked(exchange, packed, unpack)
 
@@ -841,8 +864,9 @@ def _not_unpacked(encoding: bytes) -> BadRequest:
     return BadRequest(f"the body is not {encoding.decode()}, as content-encoding says: send it so")
 
 
-async def _received(exchange: Exchange, settings: Settings) -> bytes:
-    headers, max_bytes = exchange.headers, settings.max_body_bytes
+async def _received(exchange: Exchange, reader: Reader) -> bytes:
+    headers, settings = exchange.headers, reader.settings
+    max_bytes = settings.max_body_bytes
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -855,14 +879,15 @@ async def _received(exchange: Exchange, settings: Settings) -> bytes:
         return body
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await _chunks(exchange, max_bytes)
+            with reader.receiving() as count:
+                return await _chunks(exchange, max_bytes, count)
     except TimeoutError:
         raise RequestTimeout(
             f"the body did not arrive within {settings.body_timeout_s:g} s: send it at once"
         ) from None
 
 
-async def _chunks(exchange: Exchange, max_bytes: int) -> bytes:
+async def _chunks(exchange: Exchange, max_bytes: int, count: Callable[[int], None]) -> bytes:
     assert exchange.receive is not None
     chunks: list[bytes] = []
     size = 0
@@ -874,6 +899,7 @@ async def _chunks(exchange: Exchange, max_bytes: int) -> bytes:
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        count(len(chunk))
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)

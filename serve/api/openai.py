@@ -1085,17 +1085,19 @@ def read_chat(messages: Sequence[Message], chats: ChatTemplate, codec: TextCodec
     """The prompt that a chat is."""
     for index, message in enumerate(messages):  # what is wrong is said of what was sent
         codec.check_characters(message.content, f"messages[{index}].content")
+    prompt = chats.prompt(messages, codec.end_mark)
     breaks = codec.breaks([text for one in messages for text in (one.content, one.name or "")])
-    if breaks:
-        messages = [
-            replace(
-                one,
-                content=codec.broken(one.content, breaks),
-                name=one.name and codec.broken(one.name, breaks),
-            )
-            for one in messages
-        ]
-    return codec.encode_chat(chats.prompt(messages, codec.end_mark), breaks, "messages")
+    if not breaks:
+        return codec.encode_prompt(prompt, "messages")
+    broken = [
+        replace(
+            one,
+            content=codec.broken(one.content, breaks),
+            name=one.name and codec.broken(one.name, breaks),
+        )
+        for one in messages
+    ]
+    return codec.encode_chat(prompt, chats.prompt(broken, codec.end_mark), breaks, "messages")
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:

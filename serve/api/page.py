@@ -220,10 +220,14 @@ _FRESH = {"cache-control": "no-cache"}
 class PageFiles(StaticFiles):
     """The files of the page. They are many and small: each is read here, not on other threads."""
 
+    def __init__(self) -> None:
+        super().__init__(directory=_WEB)
+        self._names = frozenset(file.name for file in _WEB.iterdir() if file.is_file())
+
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file that browsers revalidate before they use their copy."""
         file = _WEB / path
-        if scope["method"] != "GET" or Path(path).name != path or not file.is_file():
+        if scope["method"] != "GET" or path not in self._names:
             return await super().get_response(path, scope)  # which makes the error
         content = file.read_bytes()
         headers = _FRESH | {"etag": f'"{sha256(content).hexdigest()[:32]}"'}
@@ -237,7 +241,7 @@ class PageFiles(StaticFiles):
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
     router = APIRouter(include_in_schema=False, route_class=Route)
-    files = PageFiles(directory=_WEB) if _WEB.is_dir() else None
+    files = PageFiles() if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:

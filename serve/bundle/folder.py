@@ -83,7 +83,13 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
     Without `latency` the latency table is not read, for callers that will measure it again.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except OSError as error:  # a name that is too long, for example
+        raise BundleError(
+            f"cannot be opened ({error.strerror}); name the folder of a bundle", file=str(folder)
+        ) from error
+    if not there:
         raise BundleError("is no folder; name the folder of a bundle", file=str(folder))
     if not (folder / MANIFEST_FILE).is_file():
         held = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}"))

@@ -106,7 +106,12 @@ _STRIP_PIXELS = 2**18
 _WEBP_BYTES = 16
 _PLAIN_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}
 _WORD_BYTES = 4  # all other modes
-_COEFFICIENT_BYTES = 2  # progressive JPEG holds all channels in memory first
+_COEFFICIENT_BYTES = 2  # JPEG in several scans holds all channels in memory first
+# Each scan of a JPEG goes over the whole image; encoders write a dozen at most.
+_MAX_SCANS = 64
+# A marker of JPEG with a length behind it, among compressed data too.
+_JPEG_MARKER = re.compile(rb"\xff+([^\x00\x01\xff\xd0-\xd7])")
+_JPEG_SCAN, _JPEG_END = b"\xda", b"\xd9"
 
 # Pillow's own limit only warns; the limit above refuses, before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -161,7 +166,9 @@ def normalised(pixels: FloatArray, spec: ImageInput) -> FloatArray:
 
 def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
     try:
-        with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
+        data = _bytes(text, param)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_coding(image, data, param)
             declared = image.size
             if image.width * image.height > _LARGE_PIXELS:
                 # Only JPEG can be decoded at a smaller size; the others ignore this.
@@ -181,6 +188,32 @@ def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> Floa
         raise Unprocessable(
             f"{param} is a broken image ({type(error).__name__}): {_SEND}", param=param
         ) from None
+
+
+def _check_coding(image: Image.Image, data: bytes, param: str) -> None:
+    """Unprocessable if a few bytes would take long to decode."""
+    if any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
+        raise Unprocessable(
+            f"{param} is a BMP with run lengths: send it without, or as PNG", param=param
+        )
+    image.info["scans"] = _scans(data) if image.format in ("JPEG", "MPO") else 1
+    if image.info["scans"] > _MAX_SCANS:
+        raise Unprocessable(
+            f"{param} is a JPEG of more than {_MAX_SCANS} scans: save it again, or send it as PNG",
+            param=param,
+        )
+
+
+def _scans(data: bytes) -> int:
+    """The scans of a JPEG, up to one too many."""
+    place, scans = 2, 0
+    while scans <= _MAX_SCANS:
+        marker = _JPEG_MARKER.search(data, place)
+        if marker is None or marker[1] == _JPEG_END:
+            break
+        scans += marker[1] == _JPEG_SCAN
+        place = marker.end() + max(2, int.from_bytes(data[marker.end() : marker.end() + 2]))
+    return scans
 
 
 def _bytes(text: str, param: str) -> bytes:
@@ -211,7 +244,7 @@ def _decoded_bytes(image: Image.Image, width: int, height: int) -> int:
     if image.format == "WEBP":
         return pixels * _WEBP_BYTES
     plain = pixels * _PLAIN_BYTES.get(image.mode, _WORD_BYTES)
-    if "progressive" in image.info or "progression" in image.info:
+    if "progressive" in image.info or "progression" in image.info or image.info["scans"] > 1:
         return plain + width * height * _COEFFICIENT_BYTES * len(image.getbands())
     return plain
 

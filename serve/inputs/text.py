@@ -13,7 +13,7 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from serve.bundle import Bundle, BundleError, Manifest, TokenizerSpec
 from serve.bundle.part import inside_file
-from serve.errors import Unprocessable
+from serve.errors import Unprocessable, is_panic
 
 # Encoding of plain ASCII text word by word, with a cache of words. The library encodes every text
 # anew, which takes longer than everything else in a short request, and most words have occurred
@@ -276,7 +276,9 @@ class TextCodec:
         self.max_tokens = self._input.max_tokens  # of one text
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
-        except Exception as error:  # the library raises plain Exception for everything
+        except BaseException as error:  # plain Exception for everything, or a panic
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise BundleError(
                 f"is no tokenizer that can be read ({error}); export the bundle again",
                 file=str(bundle.tokenizer_path),
@@ -316,33 +318,42 @@ class TextCodec:
         return "" if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id) or ""
 
     def breaks(self, texts: Sequence[str]) -> str:
-        """A character that no text has, to break the special tokens in them; empty if none has one.
+        """A character that no text has, to break the special tokens in them; empty if there are no
+        special tokens.
 
         So what people say in a chat is told from what its template writes.
         """
-        if not any(mark in text for mark in self._marks for text in texts):
+        if not self._marks:
             return ""
         used = {*chain.from_iterable(texts)}
         return next(one for one in map(chr, _PRIVATE) if one not in used)
 
     def broken(self, text: str, character: str) -> str:
-        """The text with this character in each special token."""
+        """The text with this character in each special token, and in what may begin or end one.
+
+        Templates may write two texts side by side, and cut spaces.
+        """
         for mark in self._marks:
             text = text.replace(mark, mark[:1] + character + mark[1:])
-        return text
+        said = text.strip()
+        if not said:
+            return text
+        first = text.index(said) + 1
+        last = max(first, first + len(said) - 2)
+        return text[:first] + character + text[first:last] + character + text[last:]
 
-    def encode_chat(self, text: str, character: str, param: str) -> list[int]:
+    def encode_chat(self, text: str, broken: str, character: str, param: str) -> list[int]:
         """The tokens of a chat as its template wrote it, with the special tokens that it has.
 
-        What was `broken` with this character is put together again, as text.
+        `broken` is the same chat, written of texts that are `broken` with this character.
         """
-        if not any(mark in text for mark in self._marks):
-            return self.encode_prompt(text.replace(character, ""), param)
+        if not any(mark in broken for mark in self._marks):
+            return self.encode_prompt(text, param)
         limit = self.max_tokens
         if self._encoder.ends(text, limit, 0) is not None:  # so long that nothing else matters
             raise self._too_long(Encoded([0] * limit, truncated=True), param, self._shorter)
         begin = self.begin
-        tokens = self._marked(text, character)
+        tokens = self._marked(text, broken, character)
         if tokens[: len(begin)] != begin:
             tokens = begin + tokens
         if len(tokens) > limit:
@@ -363,13 +374,17 @@ class TextCodec:
         tokenizer.encode_special_tokens = False
         return tokenizer
 
-    def _marked(self, text: str, character: str) -> list[int]:
-        """The tokens of a text and of the special tokens in it."""
-        if not character:
-            return list(self._with_marks.encode(text, add_special_tokens=False).ids)
+    def _marked(self, text: str, broken: str, character: str) -> list[int]:
+        """The tokens of a text, with those special tokens that are whole in the broken one."""
         longest_first = sorted(self._marks, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-        tokens: list[int] = []
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", broken)
+        special = {*self._marks.values()}
+        tokens: list[int] = self._with_marks.encode(text, add_special_tokens=False).ids
+        wanted = [self._marks[part] for part in parts if part in self._marks]
+        if [token for token in tokens if token in special] == wanted:
+            return list(tokens)
+        # Somebody wrote what reads as a special token, perhaps in other letters.
+        tokens = []
         for part in filter(None, parts):
             if part in self._marks:
                 tokens.append(self._marks[part])

@@ -54,6 +54,21 @@ def test_heads_within_the_limits_are_served(server: ServerProcess) -> None:
     assert status(exchange(server, *byte_by_byte, pause_s=0.001)) == 200
 
 
+def test_few_requests_with_many_headers_may_be_sent_ahead(server: ServerProcess) -> None:
+    """Heads wait in memory for the answers before them, as long as a client does not read."""
+
+    def answers(headers: int, requests: int) -> bytes:
+        many = [f"x-{number}: y" for number in range(headers)]
+        last = head(len(GOOD), *many, "connection: close") + GOOD
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall((head(len(GOOD), *many) + GOOD) * (requests - 1) + last)
+            return until_closed(connection, 10)
+
+    assert answers(16, 3).count(b"HTTP/1.1 200 ") == 3
+    assert answers(0, 12).count(b"HTTP/1.1 200 ") == 12
+    assert answers(16, 5).count(b"HTTP/1.1 200 ") == 3
+
+
 def test_a_client_of_http_1_0_needs_no_host(server: ServerProcess) -> None:
     assert status(exchange(server, b"GET /health/ready HTTP/1.0\r\n\r\n")) == 200
 

@@ -12,7 +12,14 @@ from PIL import Image, ImageOps
 
 from serve.bundle import ImageInput
 from serve.errors import InvalidField, ServeError
-from serve.inputs.images import MAX_PIXELS, PixelCount, read_image
+from serve.inputs.images import (
+    MAX_PIXELS,
+    PixelCount,
+    _check_coding,
+    _decoded_bytes,
+    _scans,
+    read_image,
+)
 from serve.runtime.protocol import FloatArray
 
 GREY = np.random.default_rng(0).integers(0, 256, (6, 5), dtype=np.uint8)
@@ -213,3 +220,43 @@ def test_what_an_image_takes_while_it_is_decoded_is_limited() -> None:
     with pytest.raises(ServeError, match="at most 4194304 of its kind are decoded") as refused:
         count.spend(2048, 2049, "input.image", 2048 * 2049 * 4)
     assert refused.value.details["max_pixels"] == 2**22
+
+
+def jpeg(side: int = 64, **options: Any) -> bytes:
+    grey = np.add.outer(np.arange(side), np.arange(side)).astype(np.uint8)
+    return base64.b64decode(encoded(Image.fromarray(grey), "JPEG", **options))
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    whole = jpeg(progressive=True)
+    last = whole.rindex(b"\xff\xda")
+    bomb = whole[:-2] + whole[last:-2] * 100 + whole[-2:]
+    with pytest.raises(ServeError, match="a JPEG of more than 64 scans: save it again"):
+        read(base64.b64encode(bomb).decode())
+    assert read(base64.b64encode(whole).decode()).shape == (1, 6, 5)
+
+
+def test_scans_are_counted_and_those_of_a_thumbnail_are_not() -> None:
+    progressive = jpeg(progressive=True)
+    assert _scans(progressive) == progressive.count(b"\xff\xda") > 1
+    assert _scans(jpeg(exif=b"Exif\0\0" + progressive)) == 1
+    assert _scans(jpeg(restart_marker_blocks=1)) == 1
+    assert _scans(b"") == _scans(b"\xff\xd8\xff") == 0
+
+
+def test_a_jpeg_of_several_scans_takes_the_memory_of_its_coefficients() -> None:
+    for options, more in (({}, 0), ({"progressive": True}, 2 * 64 * 64)):
+        data = jpeg(**options)
+        with Image.open(io.BytesIO(data)) as image:
+            image.info.pop("progressive", None), image.info.pop("progression", None)
+            _check_coding(image, data, "input.image")
+            assert _decoded_bytes(image, *image.size) == 64 * 64 + more
+
+
+def test_run_lengths_of_bmp_are_refused() -> None:
+    palette = bytes(range(256)) * 4
+    header = struct.pack("<IiiHHIIiiII", 40, 4096, 1, 1, 8, 1, 4, 0, 0, 256, 0)
+    start = 14 + len(header) + len(palette)
+    data = struct.pack("<2sIHHI", b"BM", start + 4, 0, 0, start) + header + palette
+    with pytest.raises(ServeError, match="a BMP with run lengths: send it without, or as PNG"):
+        read(base64.b64encode(data + b"\x01\x01\x00\x00").decode())

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from serve.logs import JsonLines, LineWriter, line, tell_dropped
+from serve.logs import JsonLines, LineWriter, TextLines, line, tell_dropped
 from tests.engine_bench import running
 
 
@@ -31,6 +31,20 @@ def test_a_record_is_one_object_on_one_line() -> None:
         "message": "two\nlines of text",
         "steps": 4,
     }
+
+
+def test_what_others_send_is_no_line_of_its_own() -> None:
+    forged = record("no folder %s", "x\n2026-01-01 INFO stepdial: all is well \x1b[31m\x85\u2028")
+    written = TextLines("%(levelname)s %(message)s").format(forged)
+    assert written == (
+        "WARNING no folder x\\x0a2026-01-01 INFO stepdial: all is well \\x1b[31m\\x85\\x2028"
+    )
+    try:
+        raise ValueError("why")
+    except ValueError:
+        forged.exc_info = sys.exc_info()
+    lines = TextLines("%(message)s").format(forged).splitlines()
+    assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "ValueError: why"
 
 
 def test_an_exception_and_values_that_json_has_not_stay_on_the_line() -> None:

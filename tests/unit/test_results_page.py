@@ -239,7 +239,7 @@ def test_the_tables_are_printed_with_how_far_the_queue_is(
     (tmp_path / "mnist-1.failures").write_text("once\n" * 3)
     runs = ["--runs", str(tmp_path)]
     assert papers_page.main(["--tables", "--results", str(tmp_path), *runs]) == 0
-    row = cells(capsys.readouterr().out.partition("sentiment")[0], "OT, k (`mnist`)")
+    row = cells(capsys.readouterr().out.partition("| sentiment, %")[0], "OT, k (`mnist`)")
     assert row[1].startswith("0: waiting, not begun; 1: left out after 3 failures, not begun")
 
 
@@ -250,3 +250,21 @@ def test_an_answer_takes_longer_with_more_steps(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     level = tiny_label_run(tmp_path / "one", "optim.iterations=2", "model.depth=discrete")
     assert set(latencies(level, [1, 4], "")) == {"1"}
+
+
+def test_figures_are_those_of_the_training() -> None:
+    """At full steps, though more were measured; and of the adaptive solver, where one trained."""
+    (kept,) = read_all()["n-ode-parity-small"]
+    values = {None: 0.83, 4: 0.55}
+    points = [dataclasses.replace(point, value=values[point.steps]) for point in kept.points]
+    run = dataclasses.replace(kept, points=points)
+    assert run.full == run.at(None) and run.full.value == 0.83
+    groups = {kept.group: [run]}
+    shown, _ = papers_page._here(groups, "N-ODE", kept.group, "adaptive")
+    assert shown == "N-ODE: 83.00 %, 1 seed"
+    assert "| adaptive |" in papers_page._quality_table([*groups.items()], {})
+    wide = read_all()["mnist-any"][0]
+    most = max(point.steps or 0 for point in wide.points)
+    assert wide.full.steps == wide.recipe["steps"]["full"] < most
+    (discrete,) = read_all()["mnist-any-discrete"]
+    assert discrete.full.steps == 1

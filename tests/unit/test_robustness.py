@@ -8,8 +8,9 @@ import torch
 from benchmarks import robustness
 from benchmarks.lab import Result
 from benchmarks.robustness import disturbances, disturbed, leave_out
-from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_image_recipe, tiny_label_recipe, tiny_text_recipe
 from train.data import open_dataset
+from train.data.arrays import ImageDataset
 from train.data.batch import Batch
 from train.loop import train
 
@@ -60,6 +61,26 @@ def test_noise_has_the_size_that_it_says() -> None:
     uniform = robustness._uniform(shape, draw)
     assert float(uniform.abs().max()) == pytest.approx(1, abs=0.01)
     assert float(uniform.mean()) == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize("level", [0.1, 0.5])
+def test_pixels_get_the_noise_that_the_table_names(level: float, tmp_path: Path) -> None:
+    recipe = tiny_image_recipe(tmp_path)
+    dataset = open_dataset(recipe)
+    assert isinstance(dataset, ImageDataset)
+    clean = next(dataset.held_out(64))
+    sizes = {}
+    for one in disturbances(dataset):
+        draw = torch.Generator().manual_seed(0)
+        added = one.apply(clean, level, draw).inputs[0] - clean.inputs[0]
+        sizes[one.name] = float(added.std()), float(added.abs().max())
+    (std,) = dataset.std
+    for unit, scale in (("", 1.0), (", of pixels", 1 / std)):
+        gaussian, highest = sizes[f"gaussian{unit}"]
+        assert gaussian == pytest.approx(level * scale, rel=0.05) and highest > 2 * gaussian
+        uniform, highest = sizes[f"uniform{unit}"]
+        assert uniform == pytest.approx(level * scale / 3**0.5, rel=0.05)
+        assert highest == pytest.approx(level * scale, rel=0.02)
 
 
 def test_models_stand_beside_each_other_with_their_seeds() -> None:

@@ -53,6 +53,16 @@ def test_learned_rk2_at_a_half_and_a_half_is_rk2_and_at_one_and_one_gamma1() -> 
     assert all(gammas.grad is not None and gammas.grad.all() for gammas in learned.weights)
 
 
+def test_the_first_learned_weight_of_rk2_is_that_of_the_first_stage() -> None:
+    x = torch.randn(2, 5, WIDTH)
+    one = functions(1)
+    learned = RungeKuttaStack(one, "rk2-learned")
+    with torch.no_grad():
+        learned.weights[0].copy_(torch.tensor([0.7, 0.2]))
+    first = one[0](x)
+    torch.testing.assert_close(learned(x), x + 0.7 * first + 0.2 * one[0](x + first))
+
+
 @pytest.mark.parametrize(("scheme", "order"), [("residual", 1), ("rk2", 2), ("rk4", 4)])
 def test_a_step_on_a_linear_function_is_the_taylor_polynomial(scheme: Scheme, order: int) -> None:
     made, (a, b) = linear(2)

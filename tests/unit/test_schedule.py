@@ -115,6 +115,11 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
             'model.depth must be "discrete" for model.block "runge-kutta"',
         ),
         (["model.attention_dropout=0.1", "steps.solver=adaptive"], "needs model.dropout 0"),
+        (["model.depth=chain", "model.final_norm=inside"], 'final_norm "inside" needs'),
+        (
+            ["model.block=evolved", "model.depth=discrete", "model.final_norm=inside"],
+            'final_norm "inside" needs',
+        ),
         (["model.reach=4", "model.block=timed", "model.depth=chain"], "model.reach must not"),
         (["model.function=attention"], 'model.function needs model.block "runge-kutta"'),
         (["model.block=timed", "model.depth=chain", "model.hidden=0"], "nor 0 for timed"),

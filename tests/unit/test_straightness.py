@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,13 @@ def test_a_head_that_reads_one_position_needs_lambda_times_the_positions(pool: s
     assert many.ratio == one.ratio
     expected = one.strict_ratio if pool == "mean" else one.strict_ratio / 7
     assert many.strict_ratio == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("setting", [{"coda": 1}, {"inject": True}])
+def test_a_head_behind_blocks_of_its_own_reads_as_many(setting: dict[str, Any]) -> None:
+    model = made(Sizes(vocabulary=20, classes=3), family="encoder", pool="first", **setting)
+    one, many = stability(model, 0.9), stability(model, 0.9, positions=7)
+    assert many.strict_ratio == pytest.approx(one.strict_ratio / 7)
 
 
 def test_the_positions_of_a_ratio_are_those_of_the_data(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from benchmarks.lab import Provenance, Result
 from benchmarks.papers import theory
 from benchmarks.papers.theory import (
+    RADIUS,
+    STEPS,
+    TEST_ROWS,
     Found,
     L,
     Setting,
@@ -20,6 +23,8 @@ from benchmarks.papers.theory import (
     jacobians,
     kept_or_made,
     main,
+    measured,
+    objective,
     pairs,
     pulled,
     result,
@@ -56,6 +61,32 @@ def test_classes_are_the_sign_of_the_inner_product_but_for_a_tenth() -> None:
     rows, classes = rows_of(20_000, torch.Generator().manual_seed(0))
     right = torch.einsum("rp,rp->r", rows[:, 0], rows[:, 1]) > 0
     assert (classes != right.long()).float().mean().item() == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_loss_and_its_figures_are_those_of_the_setting() -> None:
+    """Against sums over the five steps of a path, written out."""
+    torch.manual_seed(0)
+    toy, setting = Toy().requires_grad_(False), Setting(2, 0)
+    draw = torch.Generator().manual_seed(0)
+    rows, classes = rows_of(16, draw)
+    x0 = x = toy.embed(rows)
+    cost = torch.zeros(())
+    for _ in range(STEPS):
+        v = toy.velocity(x)
+        cost = cost + T / STEPS * v.square().sum((1, 2)).mean()
+        x = x + T / STEPS * v
+    task = torch.nn.functional.cross_entropy(toy.logits(x), classes)
+    found = objective(toy, x0, classes, setting)
+    assert found.item() == pytest.approx((task + setting.transport / 2 * cost).item(), rel=1e-5)
+
+    draw = torch.Generator().manual_seed(1)
+    shown = measured(toy, setting, x0, classes, draw)
+    test, _ = rows_of(TEST_ROWS, torch.Generator().manual_seed(1))
+    end, cost = toy.end(toy.embed(test))
+    straight = (end - toy.embed(test)).flatten(1).norm(dim=1).square().mean() / T
+    assert shown.bent == pytest.approx(1 - (straight / cost).item(), abs=1e-5)
+    moved = shown.pulled_bound - shown.test_loss
+    assert moved == pytest.approx(RADIUS * math.sqrt(2) * bound_of(2), rel=1e-5)
 
 
 def test_the_bound_is_the_theorems() -> None:

@@ -1,0 +1,77 @@
+"""Every dropout of a paper is where it should be: alone, it changes answers in training only."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train.blocks import Attention, Block, RelativeAttention
+from train.families import EvolvedBlock, EvolvingLogits, PooledByAttention
+from train.model import CrossAttention, Embedding
+
+WIDTH, HEADS, SHARE = 16, 2, 0.5
+X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+MEMORY = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+THERE = torch.ones(2, 5, dtype=torch.bool)
+TOKENS = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]])
+
+PLACES: dict[str, tuple[Callable[[float], nn.Module], tuple[Tensor, ...]]] = {
+    "attention": (lambda share: Attention(WIDTH, HEADS, False, share), (X,)),
+    "relative attention": (lambda share: RelativeAttention(WIDTH, HEADS, False, 3, share), (X,)),
+    "attention to a source": (
+        lambda share: CrossAttention(WIDTH, HEADS, share),
+        (X, MEMORY, THERE),
+    ),
+    "attention of a block": (
+        lambda share: Block(WIDTH, HEADS, 0, False, "pre", attention_dropout=share),
+        (X,),
+    ),
+    "what a block attends to, pre-norm": (
+        lambda share: Block(WIDTH, HEADS, 0, False, "pre", share),
+        (X,),
+    ),
+    "what a block attends to, post-norm": (
+        lambda share: Block(WIDTH, HEADS, 0, False, "post", share),
+        (X,),
+    ),
+    "activations": (
+        lambda share: Block(WIDTH, HEADS, 32, False, "pre", activation_dropout=share),
+        (X,),
+    ),
+    "embeddings": (lambda share: Embedding(9, 4, WIDTH, None, share), (TOKENS,)),
+    "embeddings with padding": (lambda share: Embedding(9, 4, WIDTH, 0, share), (TOKENS,)),
+    "before pooling by attention": (
+        lambda share: PooledByAttention(WIDTH, HEADS, 3, "pre", False, share),
+        (X,),
+    ),
+}
+
+
+def same(made: nn.Module, given: tuple[Tensor, ...]) -> bool:
+    """Whether two passes give the same."""
+    outs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        out = made(*given)
+        outs.append(out[0] if isinstance(out, tuple) else out)
+    return torch.equal(*outs)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_drops_in_training_only(place: str) -> None:
+    make, given = PLACES[place]
+    assert not same(make(SHARE).train(), given)
+    assert same(make(SHARE).eval(), given)
+    assert same(make(0.0).train(), given)
+
+
+def test_evolved_blocks_drop_queries_and_keys() -> None:
+    for share in (0.0, SHARE):
+        made = EvolvedBlock(
+            WIDTH, HEADS, 2, 32, "full", causal=False, memory=False, attention_dropout=share
+        )
+        drops = [one.p for one in made.modules() if isinstance(one, nn.Dropout)]
+        logits = [one for one in made.modules() if isinstance(one, EvolvingLogits)]
+        assert logits and all(one.drop.p == share for one in logits)
+        assert sorted(set(drops)) == sorted({0.0, share})
