@@ -142,7 +142,8 @@ lock: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/run.py $(ARGS)
 
-load: $(VENV)/.installed-dev
+load: $(VENV)/.installed-serve
+	@$(PY) -c "import locust, matplotlib" 2>/dev/null || $(PY) -m pip install -q -e ".[loadtest]"
 	$(PY) -m stepdial loadtest --url http://$(HOST):$(PORT) --duration 30s $(ARGS)
 
 image:

@@ -477,6 +477,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return ""
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
+    if isinstance(field.default, tuple):  # as on the command line
+        return f"`{','.join(field.default)}`"
     return f"`{field.default}`"
 
 

@@ -296,7 +296,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if problem is not None:
         raise ValueError(f"--plot {arguments.plot}: {problem}: inspect them one at a time")
     if importlib.util.find_spec("matplotlib") is None:  # as where there is only what serves
-        raise ValueError(f"--plot {arguments.plot}: needs matplotlib, which is not installed")
+        raise ValueError(f"--plot {arguments.plot}: needs matplotlib: pip install matplotlib")
     draw(bundles, [arguments.plot])
     print(f"plot: {arguments.plot}")
     return 0

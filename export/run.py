@@ -157,7 +157,7 @@ class Trial:
         """Every rung, verified before it is measured."""
         rungs, measuring = self.draft.rungs, "measuring quality on held-out rows"
         if not one_way(self.draft):
-            self.say(f"{measuring}, most steps first; a line for each step count")
+            self.say(f"{measuring}; a line for each step count")
             attempt = partial(self._attempt, opened, reference)
             return list(pool.map(attempt, reversed(rungs)))[::-1]
         verified = list(pool.map(partial(self._verified, opened, reference), rungs))

@@ -25,18 +25,19 @@ _ABOUT = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a load test; 0 when every answer was right, 1 when one was not, 2 when it cannot run."""
     arguments = [*(sys.argv[1:] if argv is None else argv)]
+    parser = build_parser()
+    compares = arguments[:1] == ["compare"]
+    options = argparse.Namespace() if compares else parser.parse_args(arguments)
     missing = [name for name in ("locust", "matplotlib") if not importlib.util.find_spec(name)]
     if missing:
         needs = " and ".join(missing)
         print(f"stepdial loadtest needs {needs}: pip install -e '.[loadtest]'", file=sys.stderr)
         return 1
-    if arguments[:1] == ["compare"]:
+    if compares:
         # Draws pictures, which takes a second to load: only those who compare wait for it.
         from loadtest.comparison import main as compare
 
         return compare(arguments[1:])
-    parser = build_parser()
-    options = parser.parse_args(arguments)
     if options.find_capacity and not options.shape and not options.trace:
         options.shape = "poisson"
     options.rate = options.rate or ("10" if options.find_capacity else "")

@@ -35,7 +35,9 @@ from serve.settings import CommandLine, Settings, SettingsError, read_config
 # The text printed at start: the models, the address, and a request to try.
 
 
-def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
+def serving(
+    catalog: Catalog, url: str, health_url: str | None = None, needs_key: bool = False
+) -> str:
     """The text printed at start."""
     models = list(catalog)
     lines = ["", "Stepdial serves" if models else "Stepdial serves no model"]
@@ -53,7 +55,7 @@ def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
         if sys.prefix != sys.base_prefix and which("stepdial") is None:
             activate = os.path.relpath(Path(sys.prefix, "bin", "activate"))
             lines += [f"  . {shlex.quote(activate)}    # makes stepdial a command there"]
-        lines += [f"  {_try(shown, url)}", ""]
+        lines += [f"  {_try(shown, url, needs_key)}", ""]
     return "\n".join([*lines, "Press Ctrl-C to stop.", ""])
 
 
@@ -62,10 +64,11 @@ _FILLED = '[one["text"] for one in json.load(sys.stdin)["results"]]'
 _LABELLED = '[[one["text"], one["label"]] for one in json.load(sys.stdin)["results"][0]["tokens"]]'
 
 
-def _try(served: Served, url: str) -> str:
-    """A command that sends an example request and shows the answer."""
+def _try(served: Served, url: str, needs_key: bool) -> str:
+    """A command that sends an example request and shows the answer; KEY is the reader's own."""
     path, example = _example(served)
-    sent = f"{url}{path} -d {shlex.quote(json.dumps(example))}"
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
+    sent = f"{key}{url}{path} -d {shlex.quote(json.dumps(example))}"
     if served.manifest.task != "tag" or not served.manifest.card.get("examples"):
         return f"curl {sent}"
     read = _FILLED if served.manifest.fills else _LABELLED
@@ -165,7 +168,7 @@ def _serve(
     def changed() -> None:
         answer_first(settings.engine_nice)  # loading started threads
         models = [served.name for served in catalog]
-        banner = serving(catalog, url, health_url)
+        banner = serving(catalog, url, health_url, app.state.keys.in_use)
         where = {"url": url} | ({"health_url": health_url} if health_url else {})
         logs.write_stdout(logs.line(settings.log_format, banner, **where, models=models))
 

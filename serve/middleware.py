@@ -321,8 +321,8 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
         )
     if not all(map(_installed, _PACKAGES)):
         _log.warning(
-            "%s is set, but OpenTelemetry is not installed, so there are no traces: install "
-            "stepdial[otel]",
+            "%s is set, but OpenTelemetry is not installed, so there are no traces: "
+            "pip install -e '.[otel]'",
             next(name for name in _ENDPOINTS if environ.get(name)),
         )
         return None

@@ -32,7 +32,7 @@ LONGEST_LINE = 1 << 26  # in characters
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 # What stands between cells, by how a file is called; "" for a line of JSON each.
-_SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
+_SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": "", ".json": ""}
 _STANDARD = Path("-")  # input or output
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot write
 
@@ -152,6 +152,12 @@ def _predict(arguments: argparse.Namespace) -> int:
             columns = [] if by_number else arguments.text or []
             lines, separator = _separated(lines, separator, columns)
         header, rows = _rows(lines, separator, name, by_number)
+        if by_number and separator and arguments.text not in (None, ["0"]):
+            print(
+                f"{name}: with columns by number the first line is labelled like the others: if "
+                "it is a header, give the names of its columns",
+                file=sys.stderr,
+            )
         first = next(rows, None)
         if first is None:
             raise ValueError(f"{name} has no rows")
@@ -358,9 +364,10 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise ValueError(
             f"{name}: not UTF-8 ({error.reason}); convert it first, as in: "
-            "iconv -f latin1 -t utf-8 old > new"
+            f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 old > new"
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from None

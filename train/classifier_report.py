@@ -96,10 +96,12 @@ class Baseline:
         if self.accuracy is None:
             said = f"There is no bag of words to compare with: {why}."
         else:
+            better = (
+                "the model should do better" if self.accuracy < 1 else "the model is not needed"
+            )
             said = (
                 "A bag of words (TF-IDF and logistic regression) labels "
-                f"{100 * self.accuracy:.1f} % of the {len(test):,} held-out rows right: the model "
-                "should do better."
+                f"{100 * self.accuracy:.1f} % of the {len(test):,} held-out rows right: {better}."
             )
         print(said, flush=True)
         texts = {text for text, _ in train}

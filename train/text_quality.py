@@ -235,7 +235,7 @@ def check_texts(folder: Path, samples: int, bert_folder: Path | None) -> None:
         raise ValueError(f"--texts is for decoders, which write texts: {folder} is none")
     for name in ("sacrebleu", "rouge_score"):
         if not find_spec(name):
-            raise ValueError(f"--texts needs {name}: pip install 'stepdial[train]'")
+            raise ValueError(f"--texts needs {name}: pip install -e '.[train]'")
     if bert_folder is not None and (missing := _lacks_bert(bert_folder)):
         raise ValueError(f"--bertscore: {missing}")
 

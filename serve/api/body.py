@@ -319,8 +319,8 @@ class BudgetFields(BaseModel):
         gt=0,
         lt=1,
         description="Stop early when the answer is certain enough: the largest share of answers "
-        "that may differ from those at full steps. Only for models that were "
-        "calibrated for it. Cannot be combined with steps or effort.",
+        "that may differ from those at full steps. Only to classify, with "
+        "models that were calibrated for it. Cannot be combined with steps or effort.",
     )
 
     @field_validator("*", mode="before")

@@ -90,7 +90,9 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
             f"cannot be opened ({error.strerror}); name the folder of a bundle", file=str(folder)
         ) from error
     if not there:
-        raise BundleError("is no folder; name the folder of a bundle", file=str(folder))
+        near = Path("zoo") / folder
+        meant = f"; did you mean {near}?" if (near / MANIFEST_FILE).is_file() else ""
+        raise BundleError(f"is no folder; name the folder of a bundle{meant}", file=str(folder))
     if not (folder / MANIFEST_FILE).is_file():
         held = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}"))
         if held:

@@ -132,7 +132,7 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ((), "has id, title, body: name those of the texts with --text. The model was trained"),
         (("--text", "text"), "name those of the texts with --text"),
         (("--text", "body", "--steps", "4"), "does not offer 4 steps"),
-        (("--text", "body", "--output", "out.json"), "expected .csv, .tsv or .jsonl"),
+        (("--text", "body", "--output", "out.xml"), "expected .csv, .tsv or .jsonl"),
         (("--text", "body", "--output", "nowhere/out.csv"), "there is no folder nowhere"),
     ],
 )

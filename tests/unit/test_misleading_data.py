@@ -34,7 +34,8 @@ from train.recipe import Columns, DataConfig, RecipeError, load_recipe
         (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
         (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
         (b'text,label\n"   ",pos\n', "no rows"),
-        (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
+        (b"text,label\ngood, \nbad,\n", "no rows"),
+        (b"\xff\xfet\x00", "iconv -f utf-16 -t utf-8"),
         (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
         (b'text,label\n"good,pos\nbad,neg\nfine,pos\n', "is a quote of a text never closed"),
         (b'text,label\na\n\n"good" one,pos\n', "row 1: 1 cells"),
@@ -49,7 +50,7 @@ def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sent
 
 def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": null, "label": 1}')
-    with pytest.raises(DataError, match="line 1: text is null"):
+    with pytest.raises(DataError, match="no rows"):
         read_table(table(str(tmp_path)), "t.jsonl")
     for name in ("t.jsonl.gz", "t.jsonl.xz"):
         (tmp_path / name).write_bytes(b"no archive")
@@ -84,10 +85,11 @@ def test_columns_by_number_that_would_mislead(tmp_path: Path, data: bytes, sente
         read_table(table(str(tmp_path), text=("0",), label="1"), "t.csv")
 
 
-def test_not_a_number_is_no_label(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": NaN}')
-    with pytest.raises(DataError, match="line 1: label is NaN"):
-        read_table(table(str(tmp_path)), "t.jsonl")
+def test_a_header_that_was_taken_for_a_row_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"id,text\n1,good\n")
+    numbered = dataclasses.replace(table(str(tmp_path)), text=("1",), label="2")
+    with pytest.raises(DataError, match=r"row 1: no column 2; there are 0 \(id\), 1 \(text\)"):
+        read_table(numbered, "t.csv")
 
 
 def test_empty_lines_above_the_header_are_no_header(tmp_path: Path) -> None:
@@ -155,7 +157,19 @@ def test_rows_without_text_are_left_out_and_counted(
     (tmp_path / "t.csv").write_text('text,label\n"",pos\ngood,pos\n')
     assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
     read_table(table(str(tmp_path)), "t.csv")
-    assert caplog.text.count("left out 1 rows without text") == 1
+    assert caplog.text.count("left out 1 row without text") == 1
+
+
+def test_rows_without_a_label_are_left_out_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table is often labelled in part."""
+    lines = ['{"text": "good", "label": "pos"}', '{"text": "new", "label": null}']
+    lines += ['{"text": NaN, "label": "pos"}', '{"text": "newer", "label": " "}']
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    assert read_table(table(str(tmp_path)), "t.jsonl") == [("good", "pos")]
+    assert "t.jsonl: left out 1 row without text" in caplog.text
+    assert "t.jsonl: left out 2 rows without a label" in caplog.text
 
 
 def test_one_class_and_repeated_labels_are_refused() -> None:

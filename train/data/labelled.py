@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.batch import IGNORED, Batch, Sizes, as_tensor
-from train.data.tables import DataError, Rows, Shuffle, digest_of, divide
+from train.data.tables import DataError, Rows, Shuffle, digest_of, divide, not_utf8
 from train.data.text import BEGIN, END, Ids, cut, ids_of, train_tokenizer
 from train.recipe import DataConfig
 
@@ -159,10 +159,7 @@ def _lines(path: Path) -> list[str]:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
-            "iconv -f latin1 -t utf-8 old > new"
-        ) from None
+        raise not_utf8(path, error) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
     return lines[:-1] if lines[-1] == "" else lines
@@ -206,7 +203,7 @@ class LabelledDataset:
         if found and len(values) > max(2, len(train) / 2):
             raise DataError(
                 f"{len(values)} different labels in {len(train)} rows: is --label {config.label} "
-                "the right column?"
+                "the right column? Each number is a class of its own: there is no regression"
             )
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")

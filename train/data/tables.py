@@ -3,6 +3,7 @@
 Errors name the file, the row and what to pass.
 """
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -47,15 +48,13 @@ def read_table(config: DataConfig, name: str) -> Rows:
                 _row(record, config, f"{path}, {at}") for at, record in _records(file, path, config)
             ]
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
-            "iconv -f latin1 -t utf-8 old > new"
-        ) from None
+        raise not_utf8(path, error) from None
     except (*UNREADABLE, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    kept = [row for row in rows if row[0].strip()]
+    kept = [row for row in rows if row[0].strip() and row[1]]
     if len(kept) < len(rows):
-        _warn_of_empty(path, len(rows) - len(kept))
+        texts = sum(not text.strip() for text, _ in rows)
+        _warn_of_empty(path, texts, len(rows) - len(kept) - texts)
     if not kept:
         raise DataError(f"{path}: no rows")
     label, others = kept[0][1], kept[1:]
@@ -69,8 +68,12 @@ def read_table(config: DataConfig, name: str) -> Rows:
 
 
 @cache  # a training reads its table several times
-def _warn_of_empty(path: Path, rows: int) -> None:
-    _log.warning("%s: left out %d rows without text", path, rows)
+def _warn_of_empty(path: Path, texts: int, labels: int) -> None:
+    for count, what in ((texts, "text"), (labels, "a label")):
+        if count:
+            _log.warning(
+                "%s: left out %d row%s without %s", path, count, "" if count == 1 else "s", what
+            )
 
 
 def table_path(config: DataConfig, name: str) -> Path:
@@ -98,6 +101,15 @@ def table_path(config: DataConfig, name: str) -> Path:
 
 def plain_name(path: Path) -> Path:
     return path.with_suffix("") if path.suffix.lower() in (".gz", ".xz") else path
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
+    """What to say of a file that is not UTF-8."""
+    wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return DataError(
+        f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
+        f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 old > new"
+    )
 
 
 def open_text(path: Path) -> IO[str]:
@@ -194,23 +206,23 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
         label = _cell(record, config.label, where).strip()
     except (KeyError, IndexError):
         known = list(record) if isinstance(record, dict) else list(map(str, range(len(record))))
+        there = known
+        if not isinstance(record, dict):  # perhaps a header, whose names tell more
+            there = [f"{number} ({cell[:20]})" for number, cell in zip(known, record, strict=True)]
         wanted = dict.fromkeys((*config.text, config.label))
         missing = " and ".join(column for column in wanted if column not in known)
         raise DataError(
-            f"{where}: no column {missing}; there are {', '.join(known)}. "
+            f"{where}: no column {missing}; there are {', '.join(there)}. "
             "Name yours with --text COLUMN --label COLUMN. Commas or semicolons separate columns, "
             "tabs in .tsv."
         ) from None
-    if not label:
-        raise DataError(f"{where}: {config.label} is empty; give it a value or remove the row")
     return " ".join(texts), label
 
 
 def _cell(record: Any, column: str, where: str) -> str:
     value = record[column] if isinstance(record, dict) else record[int(column)]
-    if value is None or value != value:
-        said = "null" if value is None else "NaN"
-        raise DataError(f"{where}: {column} is {said}; give it a value or remove the row")
+    if value is None or value != value:  # null, or NaN
+        return ""
     if isinstance(value, list | dict):
         raise DataError(f"{where}: {column} is a {type(value).__name__}; give a text or a number")
     cell = str(value)

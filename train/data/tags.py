@@ -20,6 +20,7 @@ from train.data.tables import (
     Shuffle,
     digest_of,
     divide,
+    not_utf8,
     open_text,
     plain_name,
     table_path,
@@ -62,10 +63,7 @@ def read_tags(config: DataConfig, name: str) -> list[Tagged]:
             else:
                 rows = list(_from_conll(lines, config, str(path)))
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
-            "iconv -f latin1 -t utf-8 old > new"
-        ) from None
+        raise not_utf8(path, error) from None
     except UNREADABLE as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not rows:
