@@ -1,7 +1,8 @@
 """Graphs stitched from traced pieces: of one step, and of a whole rung."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -501,6 +502,33 @@ def keep_shapes(model: onnx.ModelProto) -> None:
             )
 
 
+def short_names(model: onnx.ModelProto) -> None:
+    """Give what nodes compute short names, and nodes none; inputs, outputs and weights keep theirs.
+
+    Names of the code behind each value are two fifths of a graph, and nothing reads them.
+    """
+    used = {tensor.name for tensor in model.graph.initializer}
+    used |= {value.name for value in (*model.graph.input, *model.graph.output)}
+    free = (name for number in itertools.count() if (name := f"v{number:x}") not in used)
+    _shorten(model.graph, {}, free)
+
+
+def _shorten(graph: onnx.GraphProto, outer: Mapping[str, str], free: Iterator[str]) -> None:
+    kept = {value.name for value in (*graph.input, *graph.output)}
+    computed = (name for node in graph.node for name in node.output if name and name not in kept)
+    names = {name: short for name, short in outer.items() if name not in kept}
+    names |= {name: next(free) for name in computed}
+    for node in graph.node:
+        node.name = ""
+        for values in (node.input, node.output):
+            values[:] = [names.get(name, name) for name in values]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _shorten(inner, names, free)
+    for value in graph.value_info:
+        value.name = names.get(value.name, value.name)
+
+
 # The graph files of a bundle, and the one file of their weights.
 
 
@@ -579,4 +607,5 @@ def _write(
     weights.externalise(graph)
     if plain:
         keep_shapes(graph)
+    short_names(graph)
     path.write_bytes(graph.SerializeToString(deterministic=True))

@@ -412,10 +412,10 @@ class TrainingLoop:
                 last = done == optim.iterations
                 if log is not None and (done % recipe.run.evaluate_every == 0 or last):
                     record |= self.watch()
-                    record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
                     if best is not None and iteration < last_stage:
                         best.note(done, self._trained(record["validation"]), self.model)
                 if log is not None and ("validation" in record or done % 20 == 0):
+                    record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
                     log.write(record)
                     shown |= _shown(record)  # an evaluation is shown until the next
                     bar.set_postfix(shown, refresh=False)

@@ -205,6 +205,7 @@ def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
     log = MetricsLog(run, 40)
     log.close()
     assert log.cpu_s == before["cpu_s"]
+    assert all("cpu_s" in record for record in read_metrics(run / "metrics.jsonl"))
     assert read_metrics(run / "metrics.jsonl")[-1] == before
     turns = [turn_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40)]
     spent = sum(sum(turn.counts) for turn in turns)
