@@ -261,9 +261,9 @@ def _overload() -> str:
             "**More right answers under overload.** At twice the load that the sudoku model "
             f"sustains at 16 steps, requests with a deadline give {twice[0]} right cells a second "
             f"in time, the better plain transformer {max(twice[2:], key=_number)}. At four times "
-            f"the load the plain one is ahead, {max(four[2:], key=_number)} to {four[0]}. Counted "
-            "in whole grids, always 16 steps is best ([all figures]"
-            "(docs/budgets.md#under-overload))."
+            f"the load the plain one is ahead, {max(four[2:], key=_number)} to {four[0]}. If "
+            "only grids that are solved whole count, 16 steps for every request give the most "
+            "([all figures](docs/budgets.md#under-overload))."
         )
     chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
     return (
