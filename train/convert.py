@@ -327,7 +327,7 @@ def _train(
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
     recipe = _overridden(table, request, original)
     steps = max(request.steps) if request.rank else 1
-    gain = steps if request.rank else original.sizes.layers / len(layers)
+    gain = float(steps) if request.rank else original.sizes.layers / len(layers)
     form = _Form(layers, gain if depth == "ode" else 0.0, steps, request.rank)
     model = _model(original, recipe, dataset, form, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)

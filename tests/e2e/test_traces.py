@@ -159,4 +159,4 @@ def test_another_protocol_is_refused_and_a_missing_extra_is_said(
         middleware.open_traces(on | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
     monkeypatch.setattr(middleware, "_PACKAGES", ("opentelemetry_that_is_not_there.sdk",))
     assert middleware.open_traces(on) is None
-    assert "install stepdial[otel]" in caplog.text
+    assert "pip install -e '.[otel]'" in caplog.text

@@ -1,6 +1,5 @@
 """Opening a bundle for running: threads, warming up, and graphs that break their promise."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +15,8 @@ from serve.bundle import (
     Manifest,
     StepFiles,
     open_staging,
-    read_bundle,
     seal_bundle,
 )
-from serve.bundle.folder import SEAL, seal_of
 from serve.runtime import open_model
 from serve.runtime.decoder import OrtDecoder
 from serve.runtime.model import OrtModel
@@ -151,23 +148,6 @@ def test_a_graph_that_breaks_its_promise_is_refused(
     with pytest.raises(BundleError) as refusal:
         open_model(bundle, threads=1).warm_up()
     assert message in str(refusal.value)
-
-
-def test_a_bundle_of_an_earlier_release_has_a_graph_that_nobody_opens(
-    generate_bundle: Bundle, tmp_path: Path
-) -> None:
-    with open_staging(tmp_path / "b") as staging:
-        restage(generate_bundle, staging)
-        (staging / "mixed.onnx").write_bytes(b"no graph at all")
-        bundle = seal_bundle(staging, generate_bundle.manifest, tmp_path / "b")
-    path = bundle.folder / "manifest.json"
-    members = json.loads(path.read_text("utf-8"))
-    members["step"] |= {"mixed": "mixed.onnx", "groups": 4}
-    del members[SEAL]
-    path.write_text(json.dumps(members | {SEAL: seal_of(members)}), "utf-8")
-    read = read_bundle(bundle.folder)
-    assert read.manifest == bundle.manifest
-    open_model(read, threads=1).warm_up()
 
 
 @pytest.mark.parametrize("task", ["generate", "classify"])
