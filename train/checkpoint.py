@@ -375,11 +375,10 @@ def load_run(folder: Path) -> Run:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], int]:
-    if not path.is_file():
-        raise RunError(f"{path} does not exist: the run has not reached its first checkpoint")
+    iteration = iteration_of(path)
     try:
-        return load_file(path), iteration_of(path)
-    except (SafetensorError, KeyError, TypeError) as error:
+        return load_file(path), iteration
+    except SafetensorError as error:
         raise RunError(_damaged(path, error)) from None
 
 
@@ -387,14 +386,21 @@ def _reached(path: Path) -> int | None:
     """The iteration of the weights in a file, if they can be read."""
     try:
         return iteration_of(path)
-    except (OSError, SafetensorError, KeyError, TypeError):
+    except RunError:
         return None
 
 
 def iteration_of(path: Path) -> int:
     """How far the weights in a file have come."""
-    with safe_open(path, framework="pt") as file:
-        return int(file.metadata()["iteration"])
+    try:
+        with safe_open(path, framework="pt") as file:
+            return int(file.metadata()["iteration"])
+    except FileNotFoundError:
+        raise RunError(
+            f"{path} does not exist: the run has not reached its first checkpoint"
+        ) from None
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise RunError(_damaged(path, error)) from None
 
 
 def _under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -105,6 +105,7 @@ def distance(mine: Waypath, aim: Waypath, present: Tensor | None) -> Tensor:
 def check_teacher(folder: Path, dataset: Dataset) -> None:
     """Refuse a teacher that answers something else; it must know the same tokens and classes."""
     facts = read_facts(folder)
+    iteration_of(folder / MODEL)  # its weights are there
     labels = None if dataset.labels is None else list(dataset.labels)
     if facts.get("labels") != labels:
         raise RunError(

@@ -318,13 +318,15 @@ class TextCodec:
         return "" if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id) or ""
 
     def breaks(self, texts: Sequence[str]) -> str:
-        """A character that no text has, to break the special tokens in them; empty if there are no
-        special tokens.
+        """A character that no text has, to break special tokens; empty if there are none.
 
         So what people say in a chat is told from what its template writes.
         """
         if not self._marks:
             return ""
+        first = chr(_PRIVATE[0])
+        if not any(first in text for text in texts):
+            return first
         used = {*chain.from_iterable(texts)}
         return next(one for one in map(chr, _PRIVATE) if one not in used)
 

@@ -98,6 +98,7 @@ def test_the_page_and_the_documents_load_nothing_from_elsewhere(client: httpx.Cl
         )
     assert client.get("/docs.css").headers["content-type"].startswith("text/css")
     assert client.get("/static/app.js").status_code == 200
+    assert client.get("/static/" + "a" * 300).status_code == 404
     assert client.get("/static/../app.py").status_code == 404
     assert client.get("/static/%2e%2e/app.py").status_code == 404
     assert client.head("/").status_code == 200

@@ -111,6 +111,16 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path)
     with pytest.raises(BundleError, match="is no folder; name the folder of a bundle"):
         read_bundle(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match=r"cannot be opened \(File name too long\); name the"):
+        read_bundle(tmp_path / ("a" * 300))
+
+
+def test_a_bundle_of_the_zoo_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(
+        BundleError, match=r"name the folder of a bundle; did you mean zoo/topics\?"
+    ):
+        read_bundle(Path("topics"))
 
 
 def test_a_folder_of_bundles_names_them(bundle: Bundle) -> None:

@@ -380,6 +380,14 @@ def test_a_teacher_of_other_rows_or_classes_is_refused(tmp_path: Path) -> None:
     table.write_text("\n".join([lines[0], *(re.sub(r"good$", "fine", line) for line in lines[1:])]))
     with pytest.raises(RunError, match="has the classes"):
         convert(str(folder), tmp_path / "run2", taught, str(table), quiet=True)
+    table.write_text("\n".join(lines))
+    weights = tmp_path / "whole" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(RunError, match=r"model\.safetensors is damaged"):
+        convert(str(folder), tmp_path / "run3", taught, str(table), quiet=True)
+    weights.unlink()
+    with pytest.raises(RunError, match=r"model\.safetensors does not exist"):
+        convert(str(folder), tmp_path / "run4", taught, str(table), quiet=True)
 
 
 def test_a_run_with_a_teacher_does_not_go_on_without(converted_bert: Path) -> None:

@@ -241,6 +241,7 @@ def test_scans_are_counted_and_those_of_a_thumbnail_are_not() -> None:
     assert _scans(progressive) == progressive.count(b"\xff\xda") > 1
     assert _scans(jpeg(exif=b"Exif\0\0" + progressive)) == 1
     assert _scans(jpeg(restart_marker_blocks=1)) == 1
+    assert _scans(jpeg() + bytes(9) + progressive[2:]) == 1  # a second picture, which is not read
     assert _scans(b"") == _scans(b"\xff\xd8\xff") == 0
 
 

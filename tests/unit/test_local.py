@@ -308,6 +308,7 @@ def test_compressed_standard_input_is_unpacked(pack: Any) -> None:
         (b'[{"text": "a"}]\n', (), "standard input, line 1: expected one object a line"),
         (b"text\na\nb,c\n", (), "standard input, row 2: 2 cells"),
         (b"text\n\xff\n", (), "standard input: not UTF-8"),
+        (b"\xff\xfet\0", ("--format", "csv"), "as in: iconv -f utf-16 -t utf-8"),
         (b"text\na\n", ("--output", "out.jsonl"), "end it like --input, .csv"),
         (b"text\na\n", ("--format", "tsv", "--output", "out.csv"), "end it like --input, .tsv"),
     ],
@@ -320,6 +321,7 @@ def test_compressed_standard_input_is_unpacked(pack: Any) -> None:
         "json-list",
         "cells-too-many",
         "not-utf-8",
+        "utf-16",
         "output-of-another-format",
         "output-of-another-table",
     ],
@@ -331,6 +333,20 @@ def test_what_is_wrong_with_standard_input_is_said(
     assert done.returncode == 2
     assert done.stderr.decode().startswith("stepdial predict: ")
     assert said in done.stderr.decode() and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_file_without_line_ends_is_not_read_whole(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("serve.predict.LONGEST_LINE", 1000)
+    table = tmp_path / f"in.{kind}.gz"
+    table.write_bytes(gzip.compress((TABLES[kind].strip() + "\n" + "a" * 5000).encode()))
+    assert main(["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]) == 2
+    assert "longer than 1,000 characters: is this a table?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pack", [gzip, lzma], ids=["gz", "xz"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from train.convert import find_original
 from train.pretrained import (
     Original,
     PretrainedError,
+    _licence,
     apart,
     converted,
     converted_from,
@@ -399,6 +401,26 @@ def test_weights_of_other_sizes_than_the_config_says_are_refused(
     change(tmp_path, **{"intermediate_size": 8} if family == "bert" else {"n_inner": 8})
     with pytest.raises(PretrainedError, match=r"do not have the sizes that its config\.json says"):
         converted(read_original(tmp_path), 2)
+
+
+@pytest.mark.parametrize("lines", [100, 200_000])
+def test_the_licence_is_found_at_once_or_not(lines: int, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\n" + "\n" * lines)
+    began_s = time.process_time()
+    assert _licence(tmp_path) == ""
+    assert time.process_time() - began_s < 0.5
+    (tmp_path / "README.md").write_text("--- \nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    assert _licence(tmp_path) == "apache-2.0"
+
+
+def test_a_tokenizer_that_panics_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, "bert")
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(PretrainedError, match=r"tokenizer\.json cannot be read"):
+        read_original(tmp_path)
 
 
 def test_a_name_of_the_hub_without_a_network_is_a_clear_error(tmp_path: Path) -> None:

@@ -195,8 +195,16 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
     assert logs[0] == logs[1]
 
 
+def test_a_teacher_without_its_weights_is_refused(tmp_path: Path) -> None:
+    teacher = tiny_label_run(tmp_path, "optim.iterations=2")
+    (teacher / "model.safetensors").unlink()
+    recipe = tiny_label_recipe("optim.iterations=2", f"teacher.run={teacher}")
+    with pytest.raises(RunError, match=r"model\.safetensors does not exist: the run has not"):
+        train(recipe, tmp_path / "student", quiet=True)
+
+
 def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
-    recipe = tiny_text_recipe(tmp_path, "optim.iterations=40")
+    recipe = tiny_text_recipe(tmp_path, "optim.iterations=40", "run.evaluate_every=40")
     run = tmp_path / "run"
     train(recipe, run, quiet=True)
     with (run / "metrics.jsonl").open("a") as file:
@@ -205,7 +213,11 @@ def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
     log = MetricsLog(run, 40)
     log.close()
     assert log.cpu_s == before["cpu_s"]
-    assert all("cpu_s" in record for record in read_metrics(run / "metrics.jsonl"))
+    logged = [
+        (one["iteration"], "validation" in one, "cpu_s" in one)
+        for one in read_metrics(run / "metrics.jsonl")
+    ]
+    assert logged == [(20, False, True), (40, True, True)]
     assert read_metrics(run / "metrics.jsonl")[-1] == before
     turns = [turn_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40)]
     spent = sum(sum(turn.counts) for turn in turns)

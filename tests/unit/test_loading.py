@@ -1,0 +1,53 @@
+"""Loading models while others are served: what goes wrong with one folder stays with it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from serve.bundle import Bundle, read_bundle
+from serve.catalog import Catalog, open_catalog
+from serve.command import serving
+from serve.engine.engine import Engine
+from serve.engine.job import Limits
+from serve.loading import Loading
+from serve.metrics import Metrics
+from serve.settings import Settings
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    build_classify(tmp_path / "one")
+    build_generate(tmp_path / "two")
+    return open_catalog([tmp_path / "one", tmp_path / "two"], threads=1)
+
+
+def test_an_error_of_ours_with_one_folder_does_not_keep_the_others_from_being_renewed(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (served.bundle.folder for served in catalog)
+    loading = Loading(Engine(catalog, Limits(), Metrics()), Settings(threads=1))
+    build_generate(second, seed=1)
+    edition = {served.name: served.edition for served in catalog}
+
+    def broken(folder: Path, verify: bool = True) -> Bundle:
+        if folder == first.absolute():
+            raise RuntimeError("a bug")
+        return read_bundle(folder, verify)
+
+    monkeypatch.setattr("serve.loading.read_bundle", broken)
+    asyncio.run(loading.reload())
+    assert f"bundle not loaded from {first}: this is our bug" in caplog.text
+    found = {served.name: served.edition for served in loading._engine.catalog}
+    assert found["tiny-classify"] == edition["tiny-classify"]
+    assert found["tiny-generate"] > edition["tiny-generate"]
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_example_at_start_has_a_key_where_one_is_needed(
+    catalog: Catalog, needs_key: bool
+) -> None:
+    said = serving(catalog, "http://127.0.0.1:8000", needs_key=needs_key)
+    (example,) = [line for line in said.splitlines() if line.startswith("  curl ")]
+    assert ("-H 'Authorization: Bearer KEY' http://" in example) == needs_key
