@@ -336,6 +336,7 @@ def main(arguments: Sequence[str]) -> int:
         width = max(len(job.name) for job in jobs)
         for job in jobs:
             print(f"{job.name:<{width}}  {state(job, place)}")
+        print(f"{sum(place.kept(job) for job in jobs):,} of {len(jobs):,} are measured")
         return 0
     place.runs.mkdir(parents=True, exist_ok=True)
     ending: list[int] = []
@@ -359,8 +360,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     left = [job.name for job in jobs if not place.kept(job)]
+    if ending:
+        print(f"{len(left):,} of {len(jobs):,} are left: the same command goes on with them")
+        return 0
     print(f"left: {', '.join(left)}" if left else "everything is measured")
-    return 1 if left and not ending else 0
+    return 1 if left else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -224,6 +224,40 @@ def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
     assert lines[2].split()[-3:] == ["25.00", "50.00", "20.00"]
 
 
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        ({"model_type": "bert", "num_hidden_layers": 12}, 9),
+        ({"model_type": "bert", "num_hidden_layers": 24}, 18),
+        ({"model_type": "distilbert", "n_layers": 6}, 5),
+        ({"model_type": "roberta", "num_hidden_layers": 6}, 5),
+        ({"model_type": "roberta", "num_hidden_layers": 24}, 17),
+        ({"model_type": "bert", "num_hidden_layers": 6}, 4),  # 17/24 of it, as no one says
+        ({"model_type": "bert", "num_hidden_layers": 1}, 1),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_bertscore_reads_the_layer_that_the_package_reads(
+    config: dict[str, str | int], layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    read: list[int] = []
+
+    class Scorer:
+        def __init__(self, model_type: str, num_layers: int) -> None:
+            read.append(num_layers)
+
+        def score(self, answers: list[str], references: list[str]) -> tuple[Tensor, ...]:
+            return (torch.ones(1),) * 3
+
+    package = ModuleType("bert_score")
+    package.BERTScorer = Scorer  # type: ignore[attr-defined]  # a module of one class
+    monkeypatch.setitem(sys.modules, "bert_score", package)
+    monkeypatch.setattr("train.text_quality.find_spec", lambda name: True)
+    assert bert_score(["a"], ["a"], tmp_path) == ((100.0, 100.0, 100.0), None)
+    assert read == [layer]
+
+
 def test_only_decoders_are_scored(made: tuple[Run, TextDataset]) -> None:
     run, dataset = made
 

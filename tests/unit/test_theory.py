@@ -81,12 +81,19 @@ def test_the_loss_and_its_figures_are_those_of_the_setting() -> None:
 
     draw = torch.Generator().manual_seed(1)
     shown = measured(toy, setting, x0, classes, draw)
-    test, _ = rows_of(TEST_ROWS, torch.Generator().manual_seed(1))
+    again = torch.Generator().manual_seed(1)
+    test, test_classes = rows_of(TEST_ROWS, again)
     end, cost = toy.end(toy.embed(test))
     straight = (end - toy.embed(test)).flatten(1).norm(dim=1).square().mean() / T
     assert shown.bent == pytest.approx(1 - (straight / cost).item(), abs=1e-5)
     moved = shown.pulled_bound - shown.test_loss
     assert moved == pytest.approx(RADIUS * math.sqrt(2) * bound_of(2), rel=1e-5)
+    noisy = test + 0.5 * torch.randn(test.shape, generator=again)
+    logits = toy.logits(toy.end(toy.embed(noisy))[0])
+    lost = torch.nn.functional.cross_entropy(logits, test_classes)
+    assert shown.noisy_loss == pytest.approx(lost.item(), rel=1e-5)
+    right = (logits.argmax(-1) == test_classes).float().mean()
+    assert shown.noisy_accuracy == pytest.approx(right.item())
 
 
 def test_the_bound_is_the_theorems() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tests.traced import check_trace
 from train.blocks import Block, BlockVelocity, TimedAttention, TimedLinear, TimedVelocity
 from train.data.batch import Sizes
 from train.interrupt import SolverError
+from train.loop import train
+from train.metrics import METRICS, read_metrics
 from train.model import OTTransformer, build_model, count_parameters
 from train.ode import Bound, Embedded, adaptive, integrate, travel
 from train.recipe import load_recipe
@@ -198,3 +201,15 @@ def test_a_velocity_exports_with_time_as_an_input() -> None:
     traced_with = torch.randn(2, 5, WIDTH), mask, torch.tensor(0.5)
     run_with = torch.randn(3, 2, WIDTH), torch.ones(3, 2).bool(), torch.tensor(0.25)
     check_trace(Traced(), traced_with, [[0, 1], [0, 1], []], run_with)
+
+
+def test_a_training_solves_to_the_tolerance_of_its_recipe(tmp_path: Path) -> None:
+    """A finer one costs more evaluations in training, and in the evaluation of the run."""
+    cost: list[int] = []
+    for tolerance in ("1e-1", "1e-6"):
+        small = ["optim.iterations=2", "optim.batch=4", "run.evaluate_every=2"]
+        recipe = load_recipe("n-ode-parity", [*small, f"steps.tolerance={tolerance}"])
+        model = train(recipe, tmp_path / tolerance, quiet=True)
+        assert model.tolerance == float(tolerance)
+        cost.append(read_metrics(tmp_path / tolerance / METRICS)[-1]["evaluations"])
+    assert cost[0] < cost[1]
