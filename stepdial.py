@@ -4,22 +4,28 @@ A package is imported only when its command is used, so that `stepdial serve` ne
 `stepdial --help` loads nothing.
 """
 
+import argparse
 import difflib
 import importlib
 import importlib.machinery
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.local import LocalModel
 
 __version__ = "0.1.0"
+
+_LONGEST_NAME = 80  # that may be a misspelt one
+_MISSPELT = 0.8  # share of letters in common that a slip of the finger leaves
+_OPTION = re.compile(r"(?<=--)[a-z][a-z0-9-]*")
 
 _PACKAGES = frozenset({"train", "export", "serve", "loadtest"})
 
@@ -44,6 +50,39 @@ class OwnPackages:
 def _find_own_packages() -> None:
     if OwnPackages not in sys.meta_path:
         sys.meta_path.insert(0, OwnPackages)
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that a wrong one probably means, if any: misspelt, with words before or
+    behind it, cut short, or a little like it. Long names match nothing.
+    """
+    if len(name) > _LONGEST_NAME:
+        return None
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    longer = [one for one in known if re.search(rf"(^|[_-]){re.escape(one)}([_-]|$)", name)]
+    shorter = [one for one in known if len(name) > 2 and one.startswith(name)]
+    like = difflib.get_close_matches(name, known, n=1)
+    return next(iter([*alike, *longer, *shorter, *like]), None)
+
+
+class Options(argparse.ArgumentParser):
+    """A command line that names the options probably meant by those it does not know.
+
+    The parser of a subcommand does so itself: its usage is shown, not the list of commands.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return options, unknown
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        # Compared without the dashes, which would make short names look alike.
+        known = _OPTION.findall(self.format_usage())
+        typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+        meant = [f"--{close}" for close in (nearest(word, known) for word in typed) if close]
+        return f"; did you mean {' and '.join(meant)}?" if meant else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +205,7 @@ def _install(extra: str) -> str:
 
 
 def _demo(arguments: list[str]) -> int:
-    import argparse
-
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="stepdial demo",
         description="Serve the zoo. With --train: train a small model from a recipe that needs no "
         "download, measure it, export it and serve the result, showing each command.",
@@ -226,8 +263,8 @@ def _help_text() -> str:
 
 
 def _unknown_text(name: str) -> str:
-    close = difflib.get_close_matches(name, [*COMMANDS, "demo"], n=1)
-    hint = f" Did you mean `stepdial {close[0]}`?" if close else ""
+    close = nearest(name, [*COMMANDS, "demo"])
+    hint = f" Did you mean `stepdial {close}`?" if close else ""
     return f"stepdial has no command {name!r}.{hint} `stepdial --help` lists them."
 
 

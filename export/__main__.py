@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from export.targets import add_arguments, check_target, write_target
+from stepdial import Options
 from train.interrupt import in_words, reader_gone
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:  # argparse would list all commands, not the options of this one
-        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
-        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
-        return 2
+    arguments = _parser().parse_args(argv)
     # A supervisor's SIGTERM ends an export as Ctrl-C does: with nothing left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -36,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
+def _parser() -> Options:
+    parser = Options(prog="stepdial", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser(
         "export",

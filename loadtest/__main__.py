@@ -15,6 +15,7 @@ from loadtest.plan import REFUSALS, Plan
 from loadtest.schedule import DEFAULT_URL
 from loadtest.search import MeasuringEndedError
 from loadtest.target import TargetError, checked_address, left_out, read_key, read_offers
+from stepdial import Options
 
 _ABOUT = (
     "Send a mix of step counts to a running server and report per step count. "
@@ -61,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="stepdial loadtest", description=_ABOUT, allow_abbrev=False
-    )
+    parser = Options(prog="stepdial loadtest", description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
     about = "callers of a closed loop (%(default)s)"

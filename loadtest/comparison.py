@@ -1,6 +1,5 @@
 """`stepdial loadtest compare`: two kept reports side by side."""
 
-import argparse
 import html
 import json
 import sys
@@ -12,6 +11,7 @@ from loadtest.output import room, say, write_text, write_whole
 from loadtest.page import Chart, Line, draw_png, draw_svg, page, table
 from loadtest.report import Kept, KeptError, KeptRow, read_report
 from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
+from stepdial import Options
 
 # What is compared, its name, and where its interval is kept if there is one.
 _FIGURES = (
@@ -52,7 +52,7 @@ class Change:
 
 def main(argv: Sequence[str]) -> int:
     """Compare two reports; 0, or 2 if they cannot be compared."""
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="stepdial loadtest compare",
         description="Set two reports of `stepdial loadtest --out` side by side.",
         allow_abbrev=False,

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from serve.bundle import EFFORTS, BundleError, Effort
 from serve.errors import ServeError
+from stepdial import Options
 
 if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
     from serve.api.body import TokenLabel
@@ -38,11 +39,7 @@ _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot write
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:  # argparse would list all commands, not the options of this one
-        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
-        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
-        return 2
+    arguments = _parser().parse_args(argv)
     # SIGTERM ends it as Ctrl-C does: with nothing left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -65,8 +62,8 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
+def _parser() -> Options:
+    parser = Options(prog="stepdial", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     predict = commands.add_parser(
         "predict",

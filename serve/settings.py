@@ -4,7 +4,6 @@ The flags of `stepdial serve` are made from the class `Settings`. Unknown names 
 """
 
 import argparse
-import difflib
 import os
 import re
 import tomllib
@@ -20,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
 from serve.logs import LogFormat
+from stepdial import Options, nearest
 
 if TYPE_CHECKING:  # these take long to load, and --help needs none of them
     from serve.engine.engine import StallLimits
@@ -51,10 +51,6 @@ _NOT_SETTINGS = frozenset({*OTHER_VARIABLES, *_OF_TESTS})
 _OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
 
 
-_LONGEST_NAME = 80  # that may be a misspelt one
-_MISSPELT = 0.8  # share of letters in common that a slip of the finger leaves
-
-
 class SettingsError(ValueError):
     """A setting that cannot be used. The message names it and says what is allowed."""
 
@@ -67,19 +63,6 @@ def variable(field: str) -> str:
 def flag(field: str) -> str:
     """The command-line flag of a setting."""
     return "--" + field.replace("_", "-")
-
-
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that a wrong one probably means, if any: misspelt, with words before or
-    behind it, cut short, or a little like it. Long names match nothing.
-    """
-    if len(name) > _LONGEST_NAME:
-        return None
-    alike = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
-    longer = [one for one in known if re.search(rf"(^|[_-]){re.escape(one)}([_-]|$)", name)]
-    shorter = [one for one in known if len(name) > 2 and one.startswith(name)]
-    like = difflib.get_close_matches(name, known, n=1)
-    return next(iter([*alike, *longer, *shorter, *like]), None)
 
 
 def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:
@@ -354,11 +337,7 @@ class CommandLine:
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Parse the command line. Unknown flags end the process with status 2."""
-    parser = _parser()
-    known, unknown = parser.parse_known_args(list(argv))
-    options = vars(known)
-    if unknown:
-        parser.error(_unknown_text(unknown, options))
+    options = vars(_parser().parse_args(list(argv)))
     bundles, new_key = tuple(options.pop("bundles")), options.pop("make_key")
     config = options.pop("config") or os.environ.get(CONFIG_VARIABLE)
     return CommandLine(
@@ -369,8 +348,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Options:
+    parser = Options(
         prog="stepdial serve",
         description="Serve the models of these bundles over HTTP. Without a bundle, every "
         "bundle of the zoo is served.",
@@ -407,18 +386,6 @@ def _parser() -> argparse.ArgumentParser:
             # Kept as text: `Settings` parses it and explains what is wrong.
             parser.add_argument(flag(name), default=None, metavar=_metavar(name), help=about)
     return parser
-
-
-def _unknown_text(unknown: Sequence[str], options: Collection[str]) -> str:
-    """The message of argparse, and the flags that were probably meant."""
-    fields = Settings.model_fields.items()
-    switches = [f"no_{name}" for name, field in fields if field.annotation is bool]
-    # Compared without the dashes, which would make short names look alike.
-    names = [flag(name).removeprefix("--") for name in (*options, *switches) if name != "bundles"]
-    typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
-    meant = [f"--{close}" for close in (nearest(word, names) for word in typed) if close]
-    hint = f"; did you mean {' and '.join(meant)}?" if meant else ""
-    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 
 
 def _metavar(name: str) -> str:

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from stepdial import Options
 from train.interrupt import Diverged, SolverError, in_words, reader_gone
 from train.recipe import (
     Accelerator,
@@ -28,11 +29,7 @@ MOST_STEPS = 1000  # of one answer
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:  # argparse would list all commands, not the options of this one
-        said = f"unrecognized arguments: {' '.join(unknown)}; see `stepdial {arguments.command} -h`"
-        print(f"stepdial {arguments.command}: {said}", file=sys.stderr)
-        return 2
+    arguments = _parser().parse_args(argv)
     try:
         status = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
@@ -46,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
+def _parser() -> Options:
+    parser = Options(prog="stepdial", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser(
         "train", help="train a recipe", description="Train a recipe into a run folder."

@@ -48,7 +48,8 @@ from serve.errors import (
 )
 from serve.exchange import ClientGone, Exchange
 from serve.inputs.rows import MAX_INPUTS, Items, Text
-from serve.settings import Settings, nearest
+from serve.settings import Settings
+from stepdial import nearest
 
 FINISH = (
     "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "

@@ -67,7 +67,8 @@ from serve.errors import BadRequest, InvalidField, NotReady, ServeError, Unknown
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.images import check_finite, number_rows
 from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
-from serve.settings import Settings, nearest
+from serve.settings import Settings
+from stepdial import nearest
 
 # Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4
 # bytes, then UTF-8.

@@ -106,9 +106,12 @@ def test_columns_are_refused_where_no_table_is_read(
 
 
 def test_an_unknown_option_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "run", "--jsn", "x"]) == 2
-    assert capsys.readouterr().err == (
-        "stepdial evaluate: unrecognized arguments: --jsn x; see `stepdial evaluate -h`\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", "run", "--jsn", "x"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: stepdial evaluate") and said.endswith(
+        "stepdial evaluate: error: unrecognized arguments: --jsn x; did you mean --json?\n"
     )
 
 

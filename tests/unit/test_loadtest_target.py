@@ -74,7 +74,7 @@ def test_another_server_is_not_mistaken_for_ours() -> None:
         (["--max-tokens", "many"], "no whole number above 0"),
         (["--spawn-rate", "nan"], "no number above 0"),
         (["--url", "localhost:8000"], "write http://host:port"),
-        (["--shapes", "x"], "unrecognized arguments"),
+        (["--shapes", "x"], "unrecognized arguments: --shapes x; did you mean --shape?"),
         (["--rate", "50..0"], "is no rate; write requests per second"),
         (["--rate", "5", "--shape", "closed"], "--rate is for an open loop"),
         (["--shape", "bursty"], "needs --rate"),
