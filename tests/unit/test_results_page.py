@@ -101,10 +101,9 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     assert "| discrete, 60k: 90.00 %, 1 seed<br>Not run yet: " in page
     assert f"| residual: {math.exp(5):.1f}, 1 seed<br>Not run yet: RK2 (`ode-" in page
     assert "| Not run yet: `python -m benchmarks.papers.theory` | – |" in page
-    assert "Not run yet: accuracy of the discrete one, 60k, three seeds (`python -m " in page
-    assert (
-        ", OT (`python -m benchmarks.robustness --runs RUNS/mnist-[0-9] --steps 20 --name " in page
-    )
+    assert "Not run yet: accuracy of OT, three seeds (`python -m benchmarks.robustness " in page
+    asked = "--runs RUNS/mnist-discrete-[0-9] --steps 1 --name robustness-of-mnist-discrete "
+    assert f", of the discrete one, 60k (`python -m benchmarks.robustness {asked}" in page
     provenance = Provenance.now("robustness", [])
     columns = ("model", "what", "steps", "seeds", "0", "0.5")
     rows: list[list[Cell]] = [["mnist", "OT, lambda 0.005", 20, 3, "0.97 ± 0.01", "0.90 ± 0.02"]]
@@ -114,7 +113,7 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     target = Target("models with lambda > T L² that are steeper than the bound", 3, "==", 0)
     proven = provenance.result("theory", "The theorem, tried", "", [], [target])
     page = render(facts, groups, {}, {}, [robust, proven])
-    assert "OT: 0.97 ± 0.01 to 0.90 ± 0.02" in page and "## The theorem, tried" in page
+    assert "OT, three seeds: 0.97 ± 0.01 to 0.90 ± 0.02" in page and "## The theorem, tried" in page
     assert "steeper than the bound: 3" in page.partition("## What is not")[0]
     assert "| mnist | OT, lambda 0.005 | 20 |" in page.partition("## Robustness")[2]
 
@@ -145,8 +144,12 @@ def test_noise_beside_the_papers_says_what_is_not_as_there() -> None:
     beside = [part for part in parts if "| paper, OT |" in part]
     assert beside
     for part in beside:
-        (row,) = [row for row in part.splitlines() if row.startswith("| mnist-discrete |")]
-        assert row.endswith(f" | {experiment['differs']['mnist-discrete']} |")
+        rows = [row.removeprefix("| ") for row in part.splitlines()[2:]]
+        assert [row.partition(" |")[0] for row in rows] == [
+            *("mnist", "mnist-lambda0", "mnist-discrete", "paper, baseline", "paper, OT")
+        ]
+        for row in rows[:3]:
+            assert row.endswith(f" | {experiment['differs'][row.partition(' |')[0]]} |")
 
 
 def test_what_the_queue_trains_has_a_place_on_the_page() -> None:
