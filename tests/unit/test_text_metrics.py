@@ -232,7 +232,7 @@ def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
         ({"model_type": "distilbert", "n_layers": 6}, 5),
         ({"model_type": "roberta", "num_hidden_layers": 6}, 5),
         ({"model_type": "roberta", "num_hidden_layers": 24}, 17),
-        ({"model_type": "bert", "num_hidden_layers": 6}, 4),  # 17/24 of it, as no one says
+        ({"model_type": "bert", "num_hidden_layers": 6}, 4),  # in no list: 17/24 of its layers
         ({"model_type": "bert", "num_hidden_layers": 1}, 1),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,

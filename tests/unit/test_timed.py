@@ -204,7 +204,7 @@ def test_a_velocity_exports_with_time_as_an_input() -> None:
 
 
 def test_a_training_solves_to_the_tolerance_of_its_recipe(tmp_path: Path) -> None:
-    """A finer one costs more evaluations in training, and in the evaluation of the run."""
+    """A finer one costs more evaluations."""
     cost: list[int] = []
     for tolerance in ("1e-1", "1e-6"):
         small = ["optim.iterations=2", "optim.batch=4", "run.evaluate_every=2"]
