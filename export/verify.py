@@ -245,7 +245,7 @@ class Answers:
             if not pools(model.head):
                 return [out.logits]
             head = cast(Any, model.head)
-            return [out.logits, head.pooled(out.legs[-1].end, *out.context)]
+            return [out.logits, head.pooled(out.trajectories[-1].end, *out.context)]
 
 
 class FirstKept(nn.Module):

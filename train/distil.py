@@ -82,7 +82,7 @@ class Waypoints(AbstractContextManager["Waypoints"]):
         """All states of the pass that gave this output."""
         states = self._states
         if not self._model.discrete:
-            states = [*states, output.legs[-1].end]
+            states = [*states, output.trajectories[-1].end]
         return {Fraction(i, len(states)): state for i, state in enumerate(states, 1)}
 
 

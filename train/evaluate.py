@@ -15,7 +15,7 @@ from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
-from train.quality import Stability, Tally, Trail, agreement, stability
+from train.quality import Stability, StepRecorder, Tally, agreement, stability
 from train.recipe import AS_TRAINED, Columns, Recipe, data_at, ladder_of, steps_of
 from train.tally import Gain, Quality, gain
 
@@ -33,7 +33,7 @@ class Row:
     nfe: float  # velocity evaluations of a batch
     quality: Quality
     gap: float  # sum h |v|^2 - |x_T - x_0|^2 / T, means over elements
-    displacements: tuple[float, ...]  # root mean square of each step, leg by leg
+    displacements: tuple[float, ...]  # root mean square of each step, one trajectory after another
     agreement: float  # share of answers that are those of the full count
 
 
@@ -145,16 +145,16 @@ class _Evaluation:
             self.classes.update(batch.targets.tolist())
         solved: Tensor | None = None
         if self.tolerance is not None:
-            output, trail = self._answer(batch, ADAPTIVE, None)
+            output, recorder = self._answer(batch, ADAPTIVE, None)
             solved = output.logits
-            self._way(ADAPTIVE, None).add(batch, output, trail, solved)
+            self._way(ADAPTIVE, None).add(batch, output, recorder, solved)
             self._add_lengths(batch, output)
         for method in self.methods:
-            full, trail = self._answer(batch, method, self.full)
+            full, recorder = self._answer(batch, method, self.full)
             reference = full.logits if solved is None else solved
-            self._add_jumps(batch, method, full, trail, reference)
+            self._add_jumps(batch, method, full, recorder, reference)
             for count in self.counts:
-                output, seen = full, trail
+                output, seen = full, recorder
                 if count != self.full:
                     output, seen = self._answer(batch, method, count)
                 self._way(method, count).add(batch, output, seen, reference)
@@ -188,37 +188,37 @@ class _Evaluation:
         )
         return Range(first, best, found)
 
-    def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
-        trail = Trail(self.model.span(count or 1)[1], JUMPS)
+    def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, StepRecorder]:
+        recorder = StepRecorder(self.model.span(count or 1)[1], JUMPS)
         self.model.tolerance = self.tolerance if count is None else None
         output = self.model(
             *batch.inputs,
             steps=count or 1,
             method="euler" if count is None else method,
-            observe=trail,
+            observe=recorder,
         )
-        self.positions = max(self.positions, output.legs[-1].end.shape[1])
-        return output, trail
+        self.positions = max(self.positions, output.trajectories[-1].end.shape[1])
+        return output, recorder
 
     def _way(self, method: str, count: int | None) -> "_Way":
         return self.ways.setdefault((method, count), _Way())
 
     def _add_jumps(
-        self, batch: Batch, method: str, full: Output, trail: Trail, reference: Tensor
+        self, batch: Batch, method: str, full: Output, recorder: StepRecorder, reference: Tensor
     ) -> None:
         shares = self.jumps.setdefault(method, {})
         if self.model.depth != "ode":
             return  # elsewhere the state at T is not where the first velocity leads
-        for spent, point in trail.jumps.items():
+        for spent, point in recorder.jumps.items():
             logits = self.model.head(point, *full.context)
             shares.setdefault(spent, _Share()).add(logits, reference, batch.targets)
 
     def _add_lengths(self, batch: Batch, output: Output) -> None:
         """Solve the rows of each length on their own: together they would share their steps."""
-        leg = output.legs[0]
-        sizes = torch.full((batch.rows,), leg.start.shape[1])
-        if leg.present is not None:
-            sizes = leg.present.sum(1)
+        trajectory = output.trajectories[0]
+        sizes = torch.full((batch.rows,), trajectory.start.shape[1])
+        if trajectory.present is not None:
+            sizes = trajectory.present.sum(1)
         for length in sizes.unique().tolist():
             chosen = sizes == length
             some = Batch(tuple(x[chosen] for x in batch.inputs), batch.targets[chosen])
@@ -253,13 +253,13 @@ class _Way:
         self.evaluations = self.gap = 0.0
         self.moved: list[float] = []  # mean squares
 
-    def add(self, batch: Batch, output: Output, trail: Trail, reference: Tensor) -> None:
+    def add(self, batch: Batch, output: Output, recorder: StepRecorder, reference: Tensor) -> None:
         self.tally.add(batch, output.logits, float(output.cost))
         self.share.add(output.logits, reference, batch.targets)
         self.rows += batch.rows
         self.evaluations += output.evaluations * batch.rows
         self.gap += float(straightness_gap(output)) * batch.rows
-        moved = [square * batch.rows for square in trail.displacements(output)]
+        moved = [square * batch.rows for square in recorder.displacements(output)]
         before = self.moved or [0.0] * len(moved)
         self.moved = [a + b for a, b in zip(before, moved, strict=True)]
 

@@ -40,7 +40,7 @@ from train.families import (
     SetVelocity,
     halves,
 )
-from train.ode import Depth, Embedded, Journey, Leg, Observer, travel
+from train.ode import Depth, Embedded, Observer, Solution, Trajectory, solve
 from train.recipe import ModelConfig, StepsConfig
 
 # Where a position is: learned vectors, or fixed sines and cosines.
@@ -81,9 +81,9 @@ INJECTED = 0.1  # first gain of an injection: a larger one drowns what the block
 
 class Output(NamedTuple):
     logits: Tensor
-    cost: Tensor  # (): the transport cost of all legs
+    cost: Tensor  # (): the transport cost of all trajectories
     evaluations: int  # of velocities
-    legs: tuple[Leg, ...]  # the trajectories, the one that is read out last
+    trajectories: tuple[Trajectory, ...]  # the one that is read out is the last
     context: tuple[Tensor, ...] = ()  # what the head sees beside the state
     early: tuple[Tensor, ...] = ()  # the logits after the counts asked for, in their order
 
@@ -305,7 +305,7 @@ class OTTransformer(Stepped):
     ) -> Output:
         """The answer after `steps`, and on the way there after each of `exits`, ascending."""
         start = as_embedded(self.embed(*inputs))
-        state, cost, evaluations, legs, passed = travel(
+        state, cost, evaluations, trajectories, passed = solve(
             self.velocity,
             start,
             self.depth,
@@ -320,7 +320,7 @@ class OTTransformer(Stepped):
         )
         early = tuple(self.head(each, *start.context) for each in passed)
         logits = self.head(state, *start.context)
-        return Output(logits, cost, evaluations, legs, start.context, early)
+        return Output(logits, cost, evaluations, trajectories, start.context, early)
 
 
 def pools(head: nn.Module) -> bool:
@@ -512,7 +512,7 @@ class Translator(Stepped):
             self.head(written.state),
             read.cost + written.cost,
             read.evaluations + written.evaluations,
-            read.legs + written.legs,
+            read.trajectories + written.trajectories,
         )
 
     def encode(self, source: Tensor, steps: int = 1, method: str = "euler") -> Tensor:
@@ -542,9 +542,9 @@ class Translator(Stepped):
 
     def _read(
         self, source: Tensor, steps: int, method: str, observe: Observer | None = None
-    ) -> Journey:
+    ) -> Solution:
         start = self.embed_source(source)
-        return self._travel(self.encoder, start, steps, method, observe)
+        return self._solve(self.encoder, start, steps, method, observe)
 
     def _write(
         self,
@@ -554,21 +554,21 @@ class Translator(Stepped):
         steps: int,
         method: str,
         observe: Observer | None = None,
-    ) -> Journey:
+    ) -> Solution:
         # Attention to the target is causal and padding is on the right, so it needs no mask there.
         state, _, present = self.embed_target(target)
         start = Embedded(state, (memory, source_mask), present)
-        return self._travel(self.decoder, start, steps, method, observe)
+        return self._solve(self.decoder, start, steps, method, observe)
 
-    def _travel(
+    def _solve(
         self,
         velocity: nn.Module,
         start: Embedded,
         steps: int,
         method: str,
         observe: Observer | None,
-    ) -> Journey:
-        return travel(
+    ) -> Solution:
+        return solve(
             velocity,
             start,
             self.depth,

@@ -124,7 +124,7 @@ class Objective:
             for share, answer in zip(early, output.early, strict=True):
                 loss = loss + share * self._task(answer, logits, targets, turn, lesson.logits)
         if lesson.path:
-            there = output.legs[-1].present
+            there = output.trajectories[-1].present
             loss = loss + self.learning.states * distance(points.path(output), lesson.path, there)
         loss = loss if weight == 1 else weight * loss
         if place == 0:
@@ -243,11 +243,11 @@ def divergence(
 def penalty(output: Output, kind: str) -> Tensor:
     """What lambda weighs: the transport cost, its excess, or the mean of it a unit of time."""
     if kind == "speed":
-        return output.cost / sum(leg.T for leg in output.legs)
+        return output.cost / sum(trajectory.T for trajectory in output.trajectories)
     return output.cost if kind == "transport" else straightness_gap(output)
 
 
 def straightness_gap(output: Output) -> Tensor:
     """sum h |v|^2 - |x_T - x_0|^2 / T, means over elements: zero for straight, even paths."""
-    least = torch.stack([leg.least for leg in output.legs]).sum()
+    least = torch.stack([trajectory.least for trajectory in output.trajectories]).sum()
     return output.cost - least

@@ -255,7 +255,7 @@ class Embedded(NamedTuple):
     present: Tensor | None = None  # (B, N): positions that count in the transport cost
 
 
-class Leg(NamedTuple):
+class Trajectory(NamedTuple):
     """One trajectory: its ends, and what its length is measured by."""
 
     start: Tensor  # (B, N, D)
@@ -269,13 +269,13 @@ class Leg(NamedTuple):
         return mean_square(self.end - self.start, self.present) / self.T
 
 
-class Journey(NamedTuple):
+class Solution(NamedTuple):
     """A crossing of the whole depth."""
 
     state: Tensor  # (B, N, D)
     cost: Tensor  # (): the transport cost
     evaluations: int  # of velocities
-    legs: tuple[Leg, ...]
+    trajectories: tuple[Trajectory, ...]
     exits: tuple[Tensor, ...] = ()  # (B, N, D) each: the states after the counts asked for
 
 
@@ -312,7 +312,7 @@ class Bound:
         return v
 
 
-def travel(
+def solve(
     velocity: nn.Module,
     start: Embedded,
     depth: Depth,
@@ -324,7 +324,7 @@ def travel(
     tolerance: float | None = None,
     exits: Collection[int] = (),
     backprop: int = 0,
-) -> Journey:
+) -> Solution:
     """Carry the embedded input to the end of the model's depth.
 
     With a tolerance the solver picks its own steps, and `steps` and `method` mean nothing.
@@ -335,10 +335,10 @@ def travel(
     if depth == "discrete":
         end = velocity(x, *context)
         # Detached: it is measured, but there is no way to straighten.
-        leg = Leg(x.detach(), end.detach(), present, 1.0)
-        return Journey(end, leg.least, 1, (leg,))
+        trajectory = Trajectory(x.detach(), end.detach(), present, 1.0)
+        return Solution(end, trajectory.least, 1, (trajectory,))
     cost, evaluations = x.new_zeros(()), 0
-    legs: list[Leg] = []
+    trajectories: list[Trajectory] = []
     passed: tuple[Tensor, ...] = ()
     for one in flows(velocity, depth):
         if tolerance is None:
@@ -350,9 +350,9 @@ def travel(
         else:
             state, spent, evaluated = adaptive(one, x, context, T, tolerance, tolerance, present)
             evaluations += evaluated
-        legs.append(Leg(x, state, present, T))
+        trajectories.append(Trajectory(x, state, present, T))
         x, cost = state, cost + spent
-    return Journey(x, cost, evaluations, tuple(legs), passed)
+    return Solution(x, cost, evaluations, tuple(trajectories), passed)
 
 
 def flows(velocity: nn.Module, depth: Depth) -> list[nn.Module]:

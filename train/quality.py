@@ -53,7 +53,7 @@ def measure_model(
 # at constant speed: then one evaluation and a jump to the end give the answer of any step count.
 
 
-class Trail:
+class StepRecorder:
     """An observer that keeps how far each step moves the state, and some jumps to the end."""
 
     def __init__(self, T: float, jumps: tuple[int, ...] = ()) -> None:
@@ -74,13 +74,16 @@ class Trail:
             self.jumps[evaluation + 1] = x + (self.T - t) * v
 
     def displacements(self, output: Output) -> list[float]:
-        """Mean squares of each step's displacement, leg by leg; a leg not observed is one step."""
+        """Mean squares of each step's displacement, one trajectory after another.
+
+        A trajectory that was not observed counts as one step.
+        """
         moved = []
-        starts = self.starts or [leg.start for leg in output.legs]
-        before = self.moved or [[] for _ in output.legs]
-        for squares, start, leg in zip(before, starts, output.legs, strict=True):
-            for each in (*squares, _squares(leg.end - start)):  # (B, N)
-                kept = each if leg.present is None else each[leg.present]
+        starts = self.starts or [trajectory.start for trajectory in output.trajectories]
+        before = self.moved or [[] for _ in output.trajectories]
+        for squares, start, trajectory in zip(before, starts, output.trajectories, strict=True):
+            for each in (*squares, _squares(trajectory.end - start)):  # (B, N)
+                kept = each if trajectory.present is None else each[trajectory.present]
                 moved.append(float(kept.mean()))
         return moved
 

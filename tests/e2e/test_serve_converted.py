@@ -117,7 +117,7 @@ def test_every_rung_gives_the_pooled_state_of_torch(
     with torch.no_grad():
         out = model(batch.input_ids, steps=steps)
         # To its types, what a module holds may be a tensor.
-        pooled = model.head.pooled(out.legs[-1].end, *out.context)  # type: ignore[operator]
+        pooled = model.head.pooled(out.trajectories[-1].end, *out.context)  # type: ignore[operator]
     vectors = np.array([one.embedding for one in found.data])
     assert vectors.shape == (len(TEXTS), WIDTH)
     np.testing.assert_allclose(vectors, unit(pooled), atol=FAR[precision])

@@ -69,7 +69,7 @@ def test_a_chain_of_plain_blocks_is_one_ode_each_without_that_skip() -> None:
             x = x + block(x, *start.context) / 3
     output = model(tokens, steps=3)
     torch.testing.assert_close(output.logits, model.head(x, *start.context))
-    assert len(output.legs) == 2 and output.evaluations == 6
+    assert len(output.trajectories) == 2 and output.evaluations == 6
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

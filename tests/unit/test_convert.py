@@ -353,7 +353,7 @@ def test_states_along_the_way_and_a_shallow_stack_are_learnt_from_the_teacher(
         mine = points.path(output)
         assert set(mine) & set(aim) == set(mine)  # 1/2 and 1
         assert len(mine) == 2 and len(aim) == 4
-        return float(distil.distance(mine, aim, output.legs[-1].present))
+        return float(distil.distance(mine, aim, output.trajectories[-1].present))
 
     assert apart(tmp_path / "dial") < 0.8 * apart(converted_bert / "run")
 

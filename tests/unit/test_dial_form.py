@@ -89,7 +89,7 @@ def test_each_form_is_the_loop_it_says_it_is(form: dict[str, Any], steps: int) -
         output = model(TOKENS, steps=steps)
         assert output.logits.shape == (2, 5, 5)
         torch.testing.assert_close(output.logits, by_hand(model, form, steps, h))
-        assert pytest.approx(h * steps) == output.legs[0].T
+        assert pytest.approx(h * steps) == output.trajectories[0].T
 
 
 def test_a_residual_step_of_size_one_is_the_block_itself() -> None:

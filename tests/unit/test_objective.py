@@ -129,7 +129,7 @@ def test_the_gap_is_what_the_path_costs_beyond_the_straight_one(method: str) -> 
     model = model_of(recipe)
     x0 = model.embed(TOKENS).state
     output = model(TOKENS, steps=3, method=method)
-    end = output.legs[-1].end
+    end = output.trajectories[-1].end
     least = (end - x0).square().mean() / 2.0
     torch.testing.assert_close(straightness_gap(output), output.cost - least)
     one = model(TOKENS, steps=1, method="euler")

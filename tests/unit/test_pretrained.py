@@ -173,7 +173,7 @@ def test_all_layers_with_their_number_as_steps_of_one_layer_each(
     dial = converted(original, 2, layers=(0,), gain=float(original.encoder.layers)).eval()
     stack = converted(original, 2, layers=(0, 0, 0, 0)).eval()
     with torch.no_grad():
-        end = dial(tokens, steps=original.encoder.layers).legs[-1].end
+        end = dial(tokens, steps=original.encoder.layers).trajectories[-1].end
         start = stack.embed(tokens)
         repeated = stack.velocity(start.state, *start.context)
         torch.testing.assert_close(end[present], repeated[present], rtol=1e-4, atol=1e-4)

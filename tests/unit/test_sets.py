@@ -99,7 +99,7 @@ def test_a_chain_of_sets_is_one_ode_for_each_induced_block() -> None:
             x = x + block(x) / 3
     output = chain(points, steps=3)
     torch.testing.assert_close(output.logits, chain.head(x))
-    assert len(output.legs) == 2 and output.evaluations == 6
+    assert len(output.trajectories) == 2 and output.evaluations == 6
 
 
 def test_norms_stand_where_they_should() -> None:

@@ -18,7 +18,7 @@ from train.evaluate import LOGITS, POSITIONS, evaluate_run, rows_at_once
 from train.model import Stepped, build_model
 from train.objective import straightness_gap
 from train.ode import integrate
-from train.quality import Trail, agreement, output_weights, stability
+from train.quality import StepRecorder, agreement, output_weights, stability
 from train.recipe import ModelConfig, load_recipe
 
 TINY = {"width": 16, "heads": 2, "hidden": 32, "window": 12}
@@ -51,15 +51,15 @@ def families() -> dict[str, tuple[Stepped, tuple[torch.Tensor, ...], int]]:
 
 @pytest.mark.parametrize("kind", families())
 def test_every_family_is_measured(kind: str) -> None:
-    model, inputs, legs = families()[kind]
+    model, inputs, trajectories = families()[kind]
     for steps, method in ((1, "euler"), (3, "euler"), (2, "rk4")):
-        trail = Trail(model.T, (1, 2))
+        recorder = StepRecorder(model.T, (1, 2))
         with torch.no_grad():
-            output = model(*inputs, steps=steps, method=method, observe=trail)
-        moved = trail.displacements(output)
+            output = model(*inputs, steps=steps, method=method, observe=recorder)
+        moved = recorder.displacements(output)
         gap, cost = float(straightness_gap(output)), float(output.cost)
-        assert len(output.legs) == legs
-        assert len(moved) == (1 if kind == "discrete" else legs * steps)
+        assert len(output.trajectories) == trajectories
+        assert len(moved) == (1 if kind == "discrete" else trajectories * steps)
         assert min(moved) > 0 and cost > 0
         assert gap >= -1e-5 * cost  # no path is shorter than the straight one
         if method == "euler" and kind != "discrete":
@@ -73,10 +73,10 @@ def test_padding_changes_neither_gap_nor_displacement() -> None:
     padded = torch.cat([alone, torch.zeros(1, 2, dtype=torch.int64)], dim=1)
     found = []
     for tokens in (alone, padded):
-        trail = Trail(model.T)
+        recorder = StepRecorder(model.T)
         with torch.no_grad():
-            output = model(tokens, steps=3, observe=trail)
-        found.append([float(straightness_gap(output)), *trail.displacements(output)])
+            output = model(tokens, steps=3, observe=recorder)
+        found.append([float(straightness_gap(output)), *recorder.displacements(output)])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
@@ -217,8 +217,8 @@ def test_a_run_that_made_its_data_is_measured_on_no_other(
 
 def test_every_jump_of_a_straight_path_ends_where_the_path_does() -> None:
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    trail = Trail(1.5, jumps=(1, 2, 4))
-    end = integrate(lambda _: v, x, steps=4, T=1.5, observe=trail).state
-    assert set(trail.jumps) == {1, 2, 4}
-    for jumped in trail.jumps.values():
+    recorder = StepRecorder(1.5, jumps=(1, 2, 4))
+    end = integrate(lambda _: v, x, steps=4, T=1.5, observe=recorder).state
+    assert set(recorder.jumps) == {1, 2, 4}
+    for jumped in recorder.jumps.values():
         torch.testing.assert_close(jumped, end)

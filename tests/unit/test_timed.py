@@ -16,7 +16,7 @@ from train.interrupt import SolverError
 from train.loop import train
 from train.metrics import METRICS, read_metrics
 from train.model import OTTransformer, build_model, count_parameters
-from train.ode import Bound, Embedded, adaptive, integrate, travel
+from train.ode import Bound, Embedded, adaptive, integrate, solve
 from train.recipe import load_recipe
 
 WIDTH, HEADS = 8, 4
@@ -102,7 +102,7 @@ def test_the_vanilla_transformer_beside_an_n_ode_misses_the_time_and_nothing_els
 def test_a_chain_integrates_its_velocities_one_after_another_from_time_zero() -> None:
     chain = nn.ModuleList([velocity(), velocity(False)])
     x = torch.randn(2, 5, WIDTH)
-    path = travel(chain, Embedded(x), "chain", 3, "heun")
+    path = solve(chain, Embedded(x), "chain", 3, "heun")
     first = integrate(chain[0], x, "heun", 3)
     second = integrate(chain[1], first.state, "heun", 3)
     torch.testing.assert_close(path.state, second.state)
