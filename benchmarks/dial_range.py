@@ -24,7 +24,8 @@ from train.data import open_dataset
 from train.evaluate import rows_at_once
 from train.metrics import METRICS, read_metrics
 from train.quality import Tally
-from train.recipe import data_at, steps_of
+from train.recipe import data_at
+from train.schedule import steps_of
 from train.tally import Gain, PerRow, Quality, gain
 
 NAME = "dial_range"

@@ -64,7 +64,8 @@ from train.data.batch import Batch, Dataset
 from train.model import Stepped
 from train.ode import method_named
 from train.pretrained import ConvertedTransformer
-from train.recipe import Recipe, data_at, ladder_of
+from train.recipe import Recipe, data_at
+from train.schedule import ladder_of
 
 # A trial bundle in a temporary folder, opened as a server would: every rung verified and measured.
 

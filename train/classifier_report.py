@@ -15,7 +15,8 @@ from train.checkpoint import load_run
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.data.tables import Rows, divide, read_table
-from train.recipe import Recipe, ladder_of
+from train.recipe import Recipe
+from train.schedule import ladder_of
 from train.tally import wilson
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count

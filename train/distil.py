@@ -32,7 +32,7 @@ from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
 from train.model import OTTransformer, Output, Stepped
 from train.ode import mean_square
-from train.recipe import steps_of
+from train.schedule import steps_of
 
 ROWS_AT_ONCE = 64
 Waypath = dict[Fraction, Tensor]  # states (B, N, D) by the share of the way that lies behind

@@ -16,7 +16,8 @@ from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
 from train.quality import Stability, StepRecorder, Tally, agreement, stability
-from train.recipe import AS_TRAINED, Columns, Recipe, data_at, ladder_of, steps_of
+from train.recipe import AS_TRAINED, Columns, Recipe, data_at
+from train.schedule import ladder_of, steps_of
 from train.tally import Gain, Quality, gain
 
 ADAPTIVE = "adaptive"

@@ -60,16 +60,8 @@ from train.objective import Objective
 from train.otify import OtifiedTransformer
 from train.pretrained import ConvertedTransformer
 from train.quality import measure_model
-from train.recipe import (
-    FEWEST,
-    OptimConfig,
-    Recipe,
-    RunConfig,
-    progress,
-    shortest_of,
-    steps_of,
-    turn_for,
-)
+from train.recipe import FEWEST, OptimConfig, Recipe, RunConfig
+from train.schedule import progress, shortest_of, steps_of, turn_for
 
 # Whether a model that was made elsewhere can be trained as a recipe says, on its data.
 

@@ -29,7 +29,8 @@ from train.data.batch import IGNORED
 from train.distil import Teacher, Waypath, Waypoints, distance
 from train.model import Output, Stepped
 from train.ode import Observer
-from train.recipe import Recipe, StepsConfig, Turn
+from train.recipe import Recipe, StepsConfig
+from train.schedule import Turn
 
 
 class Pass(NamedTuple):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.ode import METHODS
-from train.recipe import Recipe, expected_steps, load_recipe, steps_of, turn_for
+from train.recipe import Recipe, load_recipe
+from train.schedule import expected_steps, steps_of, turn_for
 
 SCREENS = Path(__file__).parent / "screens.toml"
 SCREENED = Path(__file__).parent / "screened"

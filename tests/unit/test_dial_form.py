@@ -18,16 +18,8 @@ from train.loop import make_optimiser, train
 from train.model import OTTransformer, build_model
 from train.objective import Objective, exit_weights, penalty, task_loss
 from train.ode import integrate
-from train.recipe import (
-    ModelConfig,
-    Recipe,
-    RecipeError,
-    StepsConfig,
-    Turn,
-    load_recipe,
-    progress,
-    turn_for,
-)
+from train.recipe import ModelConfig, Recipe, RecipeError, StepsConfig, load_recipe
+from train.schedule import Turn, progress, turn_for
 
 SIZES = Sizes(vocabulary=11, classes=5)
 TOKENS = torch.tensor([[1, 4, 2, 9, 3], [7, 5, 6, 0, 0]])  # the second row is padded

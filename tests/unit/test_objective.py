@@ -18,7 +18,8 @@ from train.objective import (
     task_loss,
 )
 from train.ode import METHODS
-from train.recipe import Recipe, Turn, load_recipe
+from train.recipe import Recipe, load_recipe
+from train.schedule import Turn
 
 SANDWICH = ["steps.schedule=sandwich", "steps.distil=1.0", "steps.jump=0.3", "optim.transport=0.5"]
 TOKENS = torch.arange(1, 13).view(2, 6)

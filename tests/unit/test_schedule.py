@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from train.recipe import (
+from train.recipe import RecipeError, StepsConfig, load_recipe
+from train.schedule import (
     JUMPS,
-    RecipeError,
-    StepsConfig,
     Turn,
     expected_steps,
     growing_iterations,
     ladder_of,
-    load_recipe,
     progress,
     steps_of,
     turn_for,

@@ -29,7 +29,8 @@ from train.interrupt import Diverged
 from train.loop import MetricsLog, TrainingLoop, learning_rate, train
 from train.metrics import read_metrics
 from train.model import OTTransformer, build_model
-from train.recipe import ModelConfig, turn_for
+from train.recipe import ModelConfig
+from train.schedule import turn_for
 
 
 def records(run: Path) -> list[dict[str, object]]:
