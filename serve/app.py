@@ -29,18 +29,13 @@ from serve.api.openai import (
 )
 from serve.api.page import add_page
 from serve.engine.engine import Engine
+from serve.errors import speaks_oip, speaks_openai
 from serve.exchange import Router
 from serve.keys import Keys
 from serve.loading import Loading
-from serve.middleware import (
-    ADMIN_PREFIX,
-    PROBES,
-    RequestMiddleware,
-    open_traces,
-    speaks_oip,
-    speaks_openai,
-)
+from serve.middleware import ADMIN_PREFIX, PROBES, RequestMiddleware
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
+from serve.tracing import open_traces
 
 
 class Application(FastAPI):

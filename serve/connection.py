@@ -31,9 +31,10 @@ from serve.errors import (
     ServeError,
     UnsupportedCoding,
     UrlTooLong,
+    error_body,
 )
 from serve.exchange import EXCHANGE_KEY, Exchange, Header, HeaderList
-from serve.middleware import SECURITY_HEADERS, error_body
+from serve.middleware import SECURITY_HEADERS
 from serve.settings import Settings
 
 # Limits.

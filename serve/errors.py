@@ -311,3 +311,31 @@ class OutOfMemory(Unavailable):
 
 class ModelFailure(Unavailable):
     code = "model_failure"
+
+
+# Errors in the format of the protocol that the request used.
+
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_body(error: ServeError, path: str) -> dict[str, Any]:
+    """The error body for a request to this path."""
+    if speaks_oip(path):
+        return {"error": error.message}
+    if speaks_openai(path):
+        body = error.body()
+        others = "server_error" if error.status >= 500 else "invalid_request_error"
+        body["error"]["type"] = _OPENAI_TYPES.get(error.status, others)
+        return body
+    return error.body()
+
+
+def speaks_oip(path: str) -> bool:
+    """Whether this path belongs to the Open Inference Protocol."""
+    return path == "/v2" or path.startswith("/v2/")
+
+
+def speaks_openai(path: str) -> bool:
+    """Whether this path is one of OpenAI's API."""
+    return path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings", "/v1/models"))

@@ -3,6 +3,8 @@
 Keys are kept only as SHA-256 digests, which is enough because keys are random.
 """
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
@@ -12,7 +14,7 @@ import shlex
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -258,3 +260,29 @@ def _check_alike(keys: list[Key]) -> None:
                     "each needs its own"
                 )
             seen[value] = key.name
+
+
+def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a request carries, if any."""
+    found = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            return value
+        if name == b"authorization":
+            found = _authorized(value)
+    return found
+
+
+def _authorized(value: bytes) -> bytes | None:
+    scheme, _, rest = value.partition(b" ")
+    match scheme.lower():
+        case b"bearer":
+            return rest.strip()
+        case b"basic":
+            try:
+                pair = base64.b64decode(rest.strip(), validate=True)
+            except binascii.Error:
+                return None
+            return pair.partition(b":")[2]
+        case _:
+            return None

@@ -4,18 +4,13 @@ Plain ASGI, for speed.
 """
 
 import asyncio
-import base64
-import binascii
 import json
 import logging
 import random
 import re
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -23,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.engine.job import Job
 from serve.errors import (
     BadRequest,
     CrossOrigin,
@@ -36,17 +30,14 @@ from serve.errors import (
     ServeError,
     Unauthorized,
     Unprocessable,
+    error_body,
     is_panic,
+    speaks_oip,
 )
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList, nearby
-from serve.keys import Holder, Keys
+from serve.keys import Holder, Keys, secret_of
 from serve.metrics import Metrics
-from serve.settings import SettingsError
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SpanExporter
+from serve.tracing import Traces
 
 # Cross-origin requests. Any web page that a browser shows could send one, so only the origins of
 # the settings may (CORS). Programs send no Origin header and are not affected.
@@ -160,191 +151,6 @@ def authenticate(exchange: Exchange, keys: Keys) -> Holder | None:
         raise Unauthorized(unknown, of_script=of_script)
     holder.enter()
     return holder
-
-
-def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key that a request carries, if any."""
-    found = None
-    for name, value in headers:
-        if name == b"x-api-key":
-            return value
-        if name == b"authorization":
-            found = _authorized(value)
-    return found
-
-
-def _authorized(value: bytes) -> bytes | None:
-    scheme, _, rest = value.partition(b" ")
-    match scheme.lower():
-        case b"bearer":
-            return rest.strip()
-        case b"basic":
-            try:
-                pair = base64.b64decode(rest.strip(), validate=True)
-            except binascii.Error:
-                return None
-            return pair.partition(b":")[2]
-        case _:
-            return None
-
-
-# Errors in the format of the protocol that the request used.
-
-
-_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def error_body(error: ServeError, path: str) -> dict[str, Any]:
-    """The error body for a request to this path."""
-    if speaks_oip(path):
-        return {"error": error.message}
-    if speaks_openai(path):
-        body = error.body()
-        others = "server_error" if error.status >= 500 else "invalid_request_error"
-        body["error"]["type"] = _OPENAI_TYPES.get(error.status, others)
-        return body
-    return error.body()
-
-
-def speaks_oip(path: str) -> bool:
-    """Whether this path belongs to the Open Inference Protocol."""
-    return path == "/v2" or path.startswith("/v2/")
-
-
-def speaks_openai(path: str) -> bool:
-    """Whether this path is one of OpenAI's API."""
-    return path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings", "/v1/models"))
-
-
-# OpenTelemetry traces: one span per request, with its wait and its computation inside. Off, and no
-# SDK is imported, unless OpenTelemetry's standard variables name an endpoint. Spans are made when a
-# request is over, from times that are recorded anyway.
-
-
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-_TRACER = "stepdial"
-_FLUSH_S = 2.0
-
-
-class Traces:
-    """Where spans go."""
-
-    def __init__(self, provider: "TracerProvider", exporter: "SpanExporter") -> None:
-        self._provider = provider
-        self._exporter = exporter
-        self._tracer = provider.get_tracer(_TRACER)
-
-    def record(
-        self,
-        exchange: Exchange,
-        name: str,
-        status: int,
-        attributes: Mapping[str, str | int],
-        ended_s: float,
-    ) -> str:
-        """Make the spans of a finished request; returns the trace id."""
-        from opentelemetry.propagate import extract
-        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
-
-        clock = _Clock()
-        headers = {
-            str(key, "latin-1"): str(value, "latin-1") for key, value in exchange.header_list
-        }
-        span = self._tracer.start_span(
-            name,
-            extract(headers),  # the client's span is the parent
-            SpanKind.SERVER,
-            attributes,
-            start_time=clock.ns(exchange.arrived_s),
-        )
-        if span.is_recording():
-            inside = set_span_in_context(span)
-            for job in exchange.jobs:
-                self._record_job(job, exchange.computed_s or ended_s, inside, clock)
-        if status >= 500:
-            span.set_status(StatusCode.ERROR)
-        span.end(clock.ns(ended_s))
-        return f"{span.get_span_context().trace_id:032x}"
-
-    def close(self) -> None:
-        """Send what is left, within a time limit."""
-        # Otherwise it is tried again and again if nobody listens.
-        timer = threading.Timer(_FLUSH_S, self._exporter.shutdown)
-        timer.start()
-        self._provider.shutdown()
-        timer.cancel()
-
-    def _record_job(self, job: Job, ended_s: float, inside: "Context", clock: "_Clock") -> None:
-        begun_s, first_s = job.started_s, job.first_token_s
-        parts: list[tuple[str, float | None, float | None]] = [("queue", job.queued_s, begun_s)]
-        if begun_s is not None and job.lane.kind == "generate":
-            parts += [("reading", begun_s, first_s), ("decoding", first_s, ended_s)]
-        else:
-            parts += [("steps", begun_s, ended_s)]
-        for name, from_s, to_s in parts:
-            if from_s is None:
-                break
-            child = self._tracer.start_span(
-                name,
-                inside,
-                attributes={"stepdial.steps": job.lane.steps},
-                start_time=clock.ns(from_s),
-            )
-            child.end(clock.ns(ended_s if to_s is None else to_s))
-
-
-class _Clock:
-    """Converts the performance counter to nanoseconds since 1970."""
-
-    def __init__(self) -> None:
-        self._now_ns, self._now_s = time.time_ns(), time.perf_counter()
-
-    def ns(self, at_s: float) -> int:
-        return self._now_ns - int((self._now_s - at_s) * 1e9)
-
-
-def open_traces(environ: Mapping[str, str]) -> Traces | None:
-    """Traces as the variables ask; None if they name no endpoint or switch it off."""
-    if (
-        not any(environ.get(name) for name in _ENDPOINTS)
-        or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        or environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
-    ):
-        return None
-    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")
-    if protocol != "http/protobuf":
-        raise SettingsError(
-            f"traces are sent as http/protobuf only, not {protocol}: unset {_PROTOCOLS[-1]}, and "
-            "name an HTTP port of the collector, usually 4318"
-        )
-    if not all(map(_installed, _PACKAGES)):
-        _log.warning(
-            "%s is set, but OpenTelemetry is not installed, so there are no traces: "
-            "pip install -e '.[otel]'",
-            next(name for name in _ENDPOINTS if environ.get(name)),
-        )
-        return None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    given = environ.get("OTEL_RESOURCE_ATTRIBUTES", "") + "," + environ.get("OTEL_SERVICE_NAME", "")
-    named = "service.name=" in given or not given.endswith(",")
-    resource = Resource.create({} if named else {SERVICE_NAME: _TRACER})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter()
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Traces(provider, exporter)
-
-
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
 
 
 # The middleware itself.

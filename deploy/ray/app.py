@@ -25,9 +25,9 @@ from serve.bundle import Bundle, Task, read_bundle
 from serve.catalog import Catalog, InputKind, Served, find_bundles
 from serve.engine.engine import Engine
 from serve.errors import ModelGone
+from serve.keys import secret_of
 from serve.loading import Loading
 from serve.metrics import Metrics
-from serve.middleware import secret_of
 from serve.runtime import Device, Model
 from serve.server import keep_memory_low, leave
 from serve.settings import Settings

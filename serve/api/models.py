@@ -29,9 +29,8 @@ from serve.engine.engine import Engine
 from serve.engine.job import Kind, LaneKey
 from serve.errors import AdminOff, NotReady, Unauthorized
 from serve.exchange import Exchange, Route, ThisExchange
-from serve.keys import Keys
+from serve.keys import Keys, secret_of
 from serve.loading import Loading
-from serve.middleware import secret_of
 from serve.settings import ADMIN_KEY_VARIABLE
 
 # Model cards and ladders.

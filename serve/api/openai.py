@@ -83,12 +83,12 @@ from serve.errors import (
     NoEmbeddings,
     StepsForbidden,
     WrongTask,
+    error_body,
 )
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.chat import ChatTemplate, Message, Messages
 from serve.inputs.rows import MAX_INPUTS, Text, Texts, read_items
 from serve.inputs.text import TextCodec, TooLong
-from serve.middleware import error_body
 from serve.runtime.protocol import FloatArray
 from serve.settings import Settings
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from serve import middleware
+from serve import tracing
 from serve.settings import SettingsError
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import server_process
@@ -136,8 +136,8 @@ def test_a_collector_that_is_gone_holds_up_neither_answers_nor_the_end() -> None
 
 def test_no_sdk_is_imported_while_it_is_off() -> None:
     code = (
-        "import sys; import serve.app, serve.middleware; "
-        "assert serve.middleware.open_traces({}) is None; "
+        "import sys; import serve.app, serve.tracing; "
+        "assert serve.tracing.open_traces({}) is None; "
         "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) "
         "for name in sys.modules))"
     )
@@ -148,7 +148,7 @@ def test_no_sdk_is_imported_while_it_is_off() -> None:
     "extra", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}, {ENDPOINT: ""}]
 )
 def test_the_standard_variables_switch_it_off(extra: dict[str, str]) -> None:
-    assert middleware.open_traces({ENDPOINT: "http://127.0.0.1:9"} | extra) is None
+    assert tracing.open_traces({ENDPOINT: "http://127.0.0.1:9"} | extra) is None
 
 
 def test_another_protocol_is_refused_and_a_missing_extra_is_said(
@@ -156,7 +156,7 @@ def test_another_protocol_is_refused_and_a_missing_extra_is_said(
 ) -> None:
     on = {ENDPOINT: "http://127.0.0.1:9"}
     with pytest.raises(SettingsError, match="http/protobuf only, not grpc"):
-        middleware.open_traces(on | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
-    monkeypatch.setattr(middleware, "_PACKAGES", ("opentelemetry_that_is_not_there.sdk",))
-    assert middleware.open_traces(on) is None
+        tracing.open_traces(on | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    monkeypatch.setattr(tracing, "_PACKAGES", ("opentelemetry_that_is_not_there.sdk",))
+    assert tracing.open_traces(on) is None
     assert "pip install -e '.[otel]'" in caplog.text

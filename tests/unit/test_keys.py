@@ -15,8 +15,7 @@ from serve.errors import (
     TokensForbidden,
     TokensLimited,
 )
-from serve.keys import Holder, Key, Keys, KeysError, NewKey
-from serve.middleware import secret_of
+from serve.keys import Holder, Key, Keys, KeysError, NewKey, secret_of
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 SECRET = "sd-a-key-that-only-this-test-knows"
