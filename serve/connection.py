@@ -34,7 +34,7 @@ from serve.errors import (
     error_body,
 )
 from serve.exchange import EXCHANGE_KEY, Exchange, Header, HeaderList
-from serve.middleware import SECURITY_HEADERS
+from serve.middleware import SECURITY_HEADERS, note_refusal, request_id_of
 from serve.settings import Settings
 
 # Limits.
@@ -518,7 +518,8 @@ class LimitedProtocol(HttpToolsProtocol):
         _exchange(cycle).ended = True  # before the application starts
         if not cycle.response_started:
             self.count_refusal(problem.code)
-            self.transport.write(refusal(problem, cycle.scope["path"]))
+            request_id = _exchange(cycle).id or request_id_of(dict(cycle.scope["headers"]))
+            self.transport.write(refusal(problem, cycle.scope["path"], request_id))
         cycle.disconnected = True
         cycle.message_event.set()
         self._close()
@@ -565,7 +566,11 @@ class LimitedProtocol(HttpToolsProtocol):
         unasked = self._idle and self._reading != _BODY
         if unasked or (self._answering is self.cycle and not begun):
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
-            self.transport.write(refusal(problem, path))
+            known = "" if unasked or self._answering is None else _exchange(self._answering).id
+            request_id = known or request_id_of(dict(self.headers) if self.scope else {})
+            self.transport.write(refusal(problem, path, request_id))
+            if unasked and self.settings.access_log:  # the middleware notes all others
+                note_refusal(problem, path, request_id)
         self._close()
 
     def _end_after_answer(self) -> None:
@@ -646,13 +651,14 @@ def limited(
     return type("Connection", (LimitedProtocol,), shared)
 
 
-def refusal(problem: ServeError, path: str) -> bytes:
+def refusal(problem: ServeError, path: str, request_id: str) -> bytes:
     """A whole error response, for clients that never reach the application."""
     body = json.dumps(error_body(problem, path)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
+        (b"x-request-id", request_id.encode()),
         *SECURITY_HEADERS,
     ]
     headers += [

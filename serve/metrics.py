@@ -98,6 +98,7 @@ class Metrics:
         # Memory, processor time and open files of this process.
         ProcessCollector(namespace="stepdial", registry=self.registry)
         self._served: dict[str, tuple[str, ...]] = {}  # labels of what is served, by name
+        self._promises: dict[str, list[str]] = {}  # of its calibration, the same
         self.requests = self._counter(
             "requests", "Requests by route, model and status code.", "route model code"
         )
@@ -243,10 +244,13 @@ class Metrics:
         for level in manifest.calibration.levels if manifest.calibration else ():
             promise = level.max_disagreement
             self._promised.labels(manifest.name, str(promise)).set(promise)
+            self._promises.setdefault(manifest.name, []).append(str(promise))
 
     def hide(self, name: str) -> None:
         """Stop showing a model that is no longer served. Its counters stay."""
         self._model_info.remove(*self._served.pop(name))
+        for promise in self._promises.pop(name, ()):
+            self._promised.remove(name, promise)
 
     def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
         """Read the gauges from this engine at scrape time."""

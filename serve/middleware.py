@@ -120,6 +120,9 @@ def _without_port(host: str, scheme: str) -> str:
 _VARY_BY_KEY = (b"vary", b"authorization, x-api-key")
 # These routes check keys of their own.
 ADMIN_PREFIX = "/admin/"
+# The page and its reference of the API, with the files below /static/. They need a key, but are
+# not counted among its requests.
+_PAGE = frozenset({"/", "/docs", "/docs.css", "/openapi.json"})
 # How browsers mark requests of scripts.
 _OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
 PROBES = frozenset(
@@ -130,7 +133,7 @@ PROBE_PORT_PATHS = PROBES | {"/metrics"}
 
 
 def authenticate(exchange: Exchange, keys: Keys) -> Holder | None:
-    """The holder of the request's key, with the request counted; None for probes.
+    """The holder of the request's key, with the request counted; None for probes and the page.
 
     Unauthorized without a known key; RateLimited or ConcurrencyLimited if the key's limits are used
     up.
@@ -149,6 +152,8 @@ def authenticate(exchange: Exchange, keys: Keys) -> Holder | None:
     if holder is None:
         unknown = "this server does not know the API key: check that it is complete"
         raise Unauthorized(unknown, of_script=of_script)
+    if exchange.path in _PAGE or exchange.path.startswith("/static/"):
+        return None  # the page is thirty files, more than a key may have at once
     holder.enter()
     return holder
 
@@ -208,7 +213,7 @@ class RequestMiddleware:
         exchange.header_list = scope["headers"]
         headers = exchange.headers = dict(exchange.header_list)
         exchange.receive = receive
-        exchange.id = request_id = _request_id(headers)
+        exchange.id = request_id = request_id_of(headers)
         exchange.own_headers = ((b"x-request-id", request_id.encode()),)
         exchange.always = SECURITY_HEADERS
         if self.origins:
@@ -355,7 +360,15 @@ class RequestMiddleware:
             )
 
 
-def _request_id(headers: Mapping[bytes, bytes]) -> str:
+def note_refusal(error: ServeError, path: str, request_id: str) -> None:
+    """Log a request that was refused before it was read."""
+    path = quote(path, safe=_PRINTABLE) or "-"
+    fields = {"path": path, "status": error.status, "id": request_id, "error": error.code}
+    line = "- %s %d - %s error=%s"
+    _access.info(line, *fields.values(), extra={"fields": {"method": "-"} | fields})
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
     """The request's own id if it is safe to repeat, else a new one."""
     sent = headers.get(b"x-request-id")
     if sent is not None and _SENT_ID.fullmatch(sent):

@@ -411,4 +411,6 @@ def read_config(path: Path) -> dict[str, Any]:
             close = nearest(name, Settings.model_fields)
             hint = f"did you mean {close}?" if close else "see docs/settings.md for those there are"
             raise SettingsError(f"{name!r} in {path} is no setting: {hint}")
+        if isinstance(given[name], bool) and Settings.model_fields[name].annotation is not bool:
+            raise SettingsError(f"{name} in {path} takes a value, not true or false")
     return given

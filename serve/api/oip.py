@@ -953,7 +953,8 @@ class Inference:
         asked = generate_request(self.asked.parameters, self.served.manifest.task)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
-        check_size(self.asked.inputs[0].shape[0], max_tokens, None, self.reader.settings)
+        texts = self.asked.inputs[0].shape[0]
+        check_size(texts, max_tokens, None, self.reader.settings, texts_param="inputs")
         check_beams(asked, self.served)
         prompts = await self.reader.read(
             self.exchange, self._characters(), submission.deadline, self._prompts
@@ -980,7 +981,8 @@ class Inference:
             "steps": [steps for _ in events],
         }
         spent = submission.timing(Span.over(event.span for event in events))
-        facts = facts_of(budget_of(submission.decision), spent, seed=seed)
+        sent = submission.requests[0].sampling.seed
+        facts = facts_of(budget_of(submission.decision), spent, seed=sent)
         return self._answer(facts, spent, columns)
 
     def _characters(self) -> int | None:

@@ -78,10 +78,10 @@ from serve.engine.job import (
 from serve.engine.writing import GenerationRequest
 from serve.errors import (
     ContextLengthExceeded,
-    ImpossibleBudget,
     InvalidField,
     NoEmbeddings,
     StepsForbidden,
+    Unprocessable,
     WrongTask,
     error_body,
 )
@@ -719,6 +719,13 @@ class CompletionRequest(OpenAIFields):
         return min(COMPLETION_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
     @property
+    def texts_field(self) -> str:
+        """What asks for so many texts."""
+        if self.candidates > self.answers:
+            return "best_of"
+        return "n" if self.answers > 1 else "prompt"
+
+    @property
     def candidates(self) -> int:
         """Answers to generate per prompt."""
         return self.answers if self.best_of is None else self.best_of
@@ -747,7 +754,7 @@ class CompletionRequest(OpenAIFields):
             raise InvalidField(
                 f"this asks for {texts} texts, prompts times n or best_of: send at most "
                 f"{MAX_TEXTS} in one request",
-                param="n" if self.best_of is None else "best_of",
+                param=self.texts_field,
             )
         return self
 
@@ -1046,13 +1053,19 @@ def _submission(
     exchange: Exchange, engine: Engine, served: Served, asked: OpenAIFields
 ) -> Submission:
     """A submission to this model. Errors name the field that was sent."""
-    try:
+    with _named("effort", "effort" if asked.reasoning_effort is None else "reasoning_effort"):
         return Submission.of(exchange, engine, served, asked)
-    except (ImpossibleBudget, StepsForbidden) as error:
-        if asked.reasoning_effort is not None:
-            sent = partial(re.compile(r"\beffort\b").sub, "reasoning_effort")
-            error.message = sent(error.message)
-            error.param = error.param and sent(error.param)
+
+
+@contextmanager
+def _named(field: str, sent: str) -> Iterator[None]:
+    """In errors, the field as it was sent."""
+    try:
+        yield
+    except (Unprocessable, StepsForbidden) as error:
+        as_sent = partial(re.compile(rf"\b{field}\b").sub, sent)
+        error.message = as_sent(error.message)
+        error.param = error.param and as_sent(error.param)
         raise
 
 
@@ -1276,7 +1289,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         texts = len(asked.prompt) * asked.candidates
-        check_size(texts, max_tokens, asked.logprobs, settings)
+        check_size(texts, max_tokens, asked.logprobs, settings, texts_param=asked.texts_field)
         with _context_length():
             prompts = await reader.read(
                 exchange,
@@ -1312,7 +1325,8 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
             )
         response_format = ChatFormat(asked.alternatives is not None)
         answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
-        return await answer.respond(max_tokens, asked.alternatives)
+        with _named("max_tokens", asked.limit_field):
+            return await answer.respond(max_tokens, asked.alternatives)
 
     @router.post(
         "/v1/embeddings",

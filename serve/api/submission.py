@@ -551,6 +551,7 @@ def check_size(
     logprobs: int | None,
     settings: Settings,
     param: str = "max_tokens",
+    texts_param: str = "n",
 ) -> None:
     """InvalidField if an answer could be larger than the server allows, or its texts never queued.
 
@@ -566,7 +567,7 @@ def check_size(
         raise InvalidField(
             f"this asks for {texts} texts, but the queue of this server holds "
             f"{settings.queue_limit}: send fewer in one request",
-            param="n",
+            param=texts_param,
         )
     if texts == 1 and logprobs is None:
         return

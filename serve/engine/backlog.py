@@ -125,15 +125,23 @@ class ModelBacklog:
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time until the last token of all of them; seldom longer."""
         load = self._loads.get(key)
-        calls, (more_fixed_s, more_each_s) = self._more(key, size)
-        length = size.length if load is None else max(load.length, size.length)
         max_rows = self._most_rows(key, size)
         first = 0.0 if load is None else tokens_until_slot(load, max_rows)
-        tokens = self._decoded(key, size)
-        work_s = self._until_slot_s(key, max_rows) + self._prefill_s + self._prompts_s(key, size)
-        work_s += self._tokens_s(key, calls, length, first, first + tokens)
-        work_s += tokens * (more_fixed_s + more_each_s * length)
-        return work_s * self._cost.caution + self._answer_s
+        queue_s = self._until_slot_s(key, max_rows) + self._prefill_s
+        return (queue_s + self._run_s(key, size, first)) * self._cost.caution + self._answer_s
+
+    def beside_s(self, key: LaneKey, size: GenerationSize) -> float:
+        """The same if nothing waited: beside what runs now, for as long as it runs."""
+        return self._run_s(key, size, 0.0) * self._cost.caution + self._answer_s
+
+    def next_end_s(self) -> float:
+        """The time until one of those that run is complete; 0 if none runs."""
+        ends = [
+            self._tokens_s(key, load.calls, load.length, 0.0, min(load.left))
+            for key, load in self._loads.items()
+            if load.left
+        ]
+        return min(ends, default=0.0)
 
     def late_s(
         self, key: LaneKey, size: GenerationSize, ends_s: float, now_s: float, share: float = 1.0
@@ -247,6 +255,15 @@ class ModelBacklog:
             _, (known_fixed_s, known_each_s) = self._rows(key, size._replace(jobs=0), load.rows)
             fixed_s, each_s = fixed_s - known_fixed_s, each_s - known_each_s
         return rows if key.kind == "search" else 1, (fixed_s, each_s)
+
+    def _run_s(self, key: LaneKey, size: GenerationSize, first: float) -> float:
+        """The time of all of these from their prompts on, `first` tokens from now."""
+        load = self._loads.get(key)
+        calls, (more_fixed_s, more_each_s) = self._more(key, size)
+        length = size.length if load is None else max(load.length, size.length)
+        tokens = self._decoded(key, size)
+        work_s = self._tokens_s(key, calls, length, first, first + tokens)
+        return work_s + tokens * (more_fixed_s + more_each_s * length) + self._prompts_s(key, size)
 
     def _until_slot_s(self, key: LaneKey, max_rows: int) -> float:
         """The time until a slot of a lane is free, without the prompts prefilled until then."""
@@ -375,7 +392,8 @@ class Backlog:
             if deadline.ends_s <= now_s:
                 raise DeadlineLapsed(deadline.given_s)
             if now_s + wait_s > deadline.ends_s:
-                raise _too_busy(now_s + wait_s - deadline.ends_s)
+                late_s = now_s + wait_s - deadline.ends_s
+                raise _too_busy(late_s, late_s)
         elif wait_s > self._limits.queue_wait_s:
             raise _too_long(wait_s, wait_s)
 
@@ -404,7 +422,7 @@ class Backlog:
             raise ImpossibleDeadline(deadline.given_s, idle_s, least)
         late_s = lane.least_late_s(least, deadline.ends_s, max(now_s, self._busy_until_s))
         if late_s > 0 and lane.idle_s(least, longest) <= deadline.given_s:
-            raise _too_busy(late_s)
+            raise _too_busy(late_s, late_s)
 
     def steps_for(
         self,
@@ -416,10 +434,15 @@ class Backlog:
     ) -> int:
         """The most of these steps, ascending, at which generations that come now are in time.
 
+        And at which their cache fits into memory, where it does at any of them.
         Refuses them if there are none, so that `check` need not look again.
         """
         model = self._common.model(key)
         model_backlog = self.of_model(model)
+        cached = size.positions if size.window else size.prompt  # of a translation, the source
+        cache_bytes = self._limits.cache_bytes
+        fitting = [one for one in choices if model.batches(one).bytes_for(cached) <= cache_bytes]
+        choices = fitting or choices[:1]
         if deadline is None:
             share = model.shedder.share(model_backlog.wait_s(key._replace(steps=choices[-1])))
             fitting = [one for one in choices if one <= share * choices[-1]]
@@ -470,7 +493,10 @@ class Backlog:
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
             idle_s = lane.idle_s(least, job.lengths)
-            self._refuse(deadline, least, idle_s, late_s, now_s)
+            again_s = late_s
+            if idle_s + beside_s > deadline.given_s:
+                again_s = max(late_s, self._next_end_s())
+            self._refuse(deadline, least, idle_s, late_s, again_s, now_s)
 
     def _check_written(
         self,
@@ -482,11 +508,32 @@ class Backlog:
     ) -> None:
         late_s = model_backlog.late_s(key, size, deadline.ends_s, now_s)
         if late_s > 0:
-            self._refuse(deadline, key.steps, model_backlog.idle_s(key, size), late_s, now_s)
+            again_s = late_s
+            own_late_s = model_backlog.ready_s(key, size) - (deadline.ends_s - now_s)
+            if own_late_s <= 0 or model_backlog.beside_s(key, size) > deadline.given_s:
+                again_s = max(late_s, self._next_end_s())
+            idle_s = model_backlog.idle_s(key, size)
+            self._refuse(deadline, key.steps, idle_s, late_s, again_s, now_s)
+
+    def _next_end_s(self) -> float:
+        """The time until a running generation or search is complete, and leaves more to others.
+
+        Until then all of them slow each call down: however long the queue is, it does not get
+        better.
+        """
+        ends = [self.of_model(one).next_end_s() for one in self._common.models.values()]
+        return min([end for end in ends if end > 0], default=0.0)
 
     def _refuse(
-        self, deadline: Deadline, steps: int, idle_s: float, late_s: float, now_s: float
+        self,
+        deadline: Deadline,
+        steps: int,
+        idle_s: float,
+        late_s: float,
+        again_s: float,
+        now_s: float,
     ) -> None:
+        """Refuse what would be `late_s` late, and in `again_s` perhaps in time."""
         idle = self._jobs.idle
         # On the network, in the queue for parsing, and while it was parsed.
         spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
@@ -498,7 +545,7 @@ class Backlog:
             raise ImpossibleDeadline(deadline.given_s, idle_s, steps)
         if idle or deadline.ends_s <= now_s:
             raise DeadlineLapsed(deadline.given_s)
-        raise _too_busy(late_s)
+        raise _too_busy(late_s, again_s)
 
     # Seconds.
 
@@ -578,9 +625,9 @@ def _too_long(wait_s: float, retry_after_s: float) -> QueueFull:
     )
 
 
-def _too_busy(late_s: float) -> TooBusy:
+def _too_busy(late_s: float, again_s: float) -> TooBusy:
     return TooBusy(
         f"behind what waits, the answer may come {late_s * 1000:.0f} ms after deadline_ms: "
         "try again later, or give it more time",
-        retry_after_s=late_s,
+        retry_after_s=again_s,
     )

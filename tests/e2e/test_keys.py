@@ -228,6 +228,10 @@ def test_a_key_has_so_many_requests_a_second(
         assert refused.json()["error"]["code"] == "rate_limited"
         assert 90 <= int(refused.headers["retry-after"]) <= 100
         assert client.get("/health/ready").status_code == 200  # probes cost nothing
+        page = client.get("/")  # nor does the page, which is many files
+        files = re.findall(r'"(static/[a-z.-]+\.(?:js|css))"', page.text)
+        assert page.status_code == 200 and len(files) > 2
+        assert {client.get(f"/{path}").status_code for path in [*files, "docs"]} == {200}
 
 
 def test_a_key_has_so_many_tokens_a_minute(server: ServerProcess, keys: dict[str, NewKey]) -> None:

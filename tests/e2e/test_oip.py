@@ -103,6 +103,12 @@ def test_every_budget_is_one_more_parameter(
     assert answer.get_response()["parameters"]["reason"] == reason
 
 
+def test_a_negative_seed_comes_back_as_what_counts(client: Any) -> None:
+    asked = {"seed": -1, "max_tokens": 2}
+    answer = client.infer("tiny-generate", [texts_in(["To be"])], parameters=asked)
+    assert answer.get_response()["parameters"]["seed"] == 2**63 - 1
+
+
 @pytest.mark.parametrize("wanted", [None, True, False], ids=["all", "binary", "JSON"])
 def test_several_prompts_are_written_as_each_alone(
     client: Any, raw: httpx.Client, wanted: bool | None

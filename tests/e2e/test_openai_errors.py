@@ -12,6 +12,8 @@ import pytest
 from openai import OpenAI
 
 from serve.api.body import OpenAIError
+from serve.api.openai import _named
+from serve.errors import Unprocessable
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 from tests.openai_clients import parse_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
@@ -54,6 +56,7 @@ def asks(number: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": [3, 10**9]}, "prompt[1]", "is no token of tiny-generate"),
         (COMPLETIONS, {"n": 33}, "n", "at most 32"),
         (COMPLETIONS, {"prompt": ["x"] * 9, "n": 4}, "n", "asks for 36 texts"),
+        (COMPLETIONS, {"prompt": ["x"] * 9, "best_of": 4}, "best_of", "asks for 36 texts"),
         (
             COMPLETIONS,
             {"reasoning_effort": "high", "max_disagreement": 0.1},
@@ -157,6 +160,13 @@ def test_what_cannot_be_done_is_a_422_that_says_so(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param, error
     assert says in error["message"], error["message"]
+
+
+def test_errors_name_the_field_that_was_sent() -> None:
+    with pytest.raises(Unprocessable) as found, _named("max_tokens", "max_completion_tokens"):
+        raise Unprocessable("lower max_tokens or steps", param="max_tokens")
+    assert found.value.message == "lower max_completion_tokens or steps"
+    assert found.value.param == "max_completion_tokens"
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_too_much_is_refused_in_the_documented_shape(
         lines = received.partition(b"\r\n\r\n")[0].lower()
         assert b"connection: close" in lines and b"x-content-type-options: nosniff" in lines
         assert b"content-type: application/json" in lines
+        assert re.search(rb"\r\nx-request-id: [0-9a-f]{16}\r\n", lines)
 
 
 def test_headers_without_end_are_cut_off(server: ServerProcess) -> None:

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from serve.catalog import Catalog, Served
+from serve.engine.backlog import GenerationSize
 from serve.engine.engine import Engine
 from serve.engine.generate import GenerateLane
-from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
+from serve.engine.job import Deadline, Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.loaded import Call
 from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.inputs.text import TextCodec
@@ -79,3 +80,24 @@ def test_the_limit_holds_at_every_call(seed: int, monkeypatch: pytest.MonkeyPatc
     engine.stop()
     assert sum(isinstance(answer, GeneratedEvent) for answer in answers) >= 50
     assert ledger.most_rows > 2 and 0 < ledger.most_bytes <= limit
+
+
+@pytest.mark.parametrize("given_s", [None, 60.0])
+def test_of_the_steps_that_may_be_chosen_those_are_left_out_that_do_not_fit(
+    given_s: float | None,
+) -> None:
+    bundle = generate_bundle()
+    model = open_model(bundle, threads=1)
+    served = Served(bundle, model, TextCodec(bundle))
+    limit = model.decoder(2).bytes_for(WINDOW)
+    assert model.decoder(4).bytes_for(WINDOW) > limit
+    engine = Engine(Catalog([served]), Limits(cache_bytes=limit), Metrics())
+    deadline = None if given_s is None else Deadline(time.perf_counter(), given_s)
+
+    def chosen(tokens: int) -> int:
+        size = GenerationSize(5, tokens, window=WINDOW)
+        lane = LaneKey("tiny-generate", "generate", 4)
+        return engine.steps_for(lane, (1, 2, 4), size, deadline)
+
+    assert [chosen(tokens) for tokens in (1, WINDOW)] == [4, 2]
+    model.close()

@@ -160,6 +160,8 @@ def test_the_file_is_named_by_a_flag_or_a_variable(monkeypatch: pytest.MonkeyPat
         ('api_keys = "sd-a-secret"', "'api_keys' in .* is no setting: did you mean api_keys_file"),
         ("port =", "not TOML"),
         ("port = 1\nport = 2", "not TOML"),
+        ("port = true", "port in .* takes a value, not true or false"),
+        ("drain_s = false", "drain_s in .* takes a value"),
     ],
 )
 def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:

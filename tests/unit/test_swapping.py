@@ -7,12 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from serve.bundle import Bundle
+from serve.bundle import Bundle, read_bundle
 from serve.catalog import Served
 from serve.engine.backlog import GenerationSize
 from serve.engine.classify import Classification
@@ -21,10 +22,12 @@ from serve.engine.job import Job, LaneKey
 from serve.engine.loaded import new_cost
 from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
+from serve.metrics import Metrics
 from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeClassifier, FakeDecoder, FakeModel, FakeTranslator, Mood
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
+ZOO = Path(__file__).parents[2] / "zoo"
 BUNDLES = (classify_bundle, generate_bundle, translate_bundle)
 
 
@@ -90,6 +93,22 @@ def test_a_model_that_is_taken_away_answers_what_it_has_and_then_nothing() -> No
         bench.mood.gate.set()
         assert generated(caller).text == "defgh"
         wait_for(lambda: not bench.engine.leaving)
+
+
+def test_what_a_model_promises_is_shown_as_long_as_it_is_served() -> None:
+    topics, metrics = read_bundle(ZOO / "topics").manifest, Metrics()
+    assert topics.calibration is not None
+    name = "stepdial_promised_disagreement"
+
+    def promised() -> list[float]:
+        found = next(one for one in metrics.registry.collect() if one.name == name)
+        return sorted(sample.value for sample in found.samples)
+
+    for _ in range(2):  # the second takes the place of the first
+        metrics.serve(topics)
+        assert promised() == [level.max_disagreement for level in topics.calibration.levels]
+    metrics.hide(topics.name)
+    assert promised() == []
 
 
 def test_one_that_fails_is_no_reason_to_send_no_requests_once_it_is_replaced() -> None:

@@ -80,3 +80,21 @@ def test_an_idle_server_takes_the_most_steps_that_make_it() -> None:
         wish = Wish(0.0, 40, 40, 1.2 * alone.ended_s + 0.005)
         WritingSimulation(Limits(), noise=0.0).run([wish])
         assert (wish.outcome, wish.taken) == ("done", steps)
+
+
+def test_who_is_too_slow_beside_others_is_told_when_they_end() -> None:
+    long = [Wish(0.0, 20, 300, steps=8) for _ in range(14)]
+    late = Wish(0.3, 20, 40, 0.1, steps=1)
+    WritingSimulation(Limits(), noise=0.0).run([*long, late])
+    ended_s = min(wish.ended_s for wish in long)
+    assert late.outcome == "too_busy" and ended_s > 1.0
+    assert late.told_s == [pytest.approx(ended_s - late.at_s, rel=0.25)]
+
+
+def test_who_is_late_behind_prompts_only_is_told_when_they_are_read() -> None:
+    long = Wish(0.0, 20, 400, steps=8)
+    reading = [Wish(0.3, 120, 2, steps=8) for _ in range(8)]
+    late = Wish(0.301, 20, 5, 0.12, steps=1)
+    WritingSimulation(Limits(), noise=0.0).run([long, *reading, late])
+    assert late.outcome == "too_busy" and long.ended_s > 1.0
+    assert 0 < late.told_s[0] < max(wish.ended_s for wish in reading) - late.at_s
