@@ -65,6 +65,15 @@ def start_run(
     write_atomically(folder / RECIPE, json.dumps(content, indent=2).encode())
 
 
+def check_begins(folder: Path) -> None:
+    """Refuse to begin where a model lies: what it was trained with would be mixed or lost."""
+    if left := [name for name in (MODEL, BEST, AVERAGED) if (folder / name).exists()]:
+        raise RunError(
+            f"{folder} holds {left[0]}, but not {STATE}, which a training goes on from: choose "
+            "another --out"
+        )
+
+
 def check_out(folder: Path) -> None:
     """Refuse a folder that holds something else than a run, whose files would be replaced."""
     if not folder.is_dir() or (folder / RECIPE).exists():

@@ -25,6 +25,7 @@ from train.checkpoint import (
     Reached,
     RunError,
     average_checkpoints,
+    check_begins,
     check_resumable,
     check_same_data,
     check_same_teacher,
@@ -147,6 +148,8 @@ def train(
         if not devices.main:
             devices.wait()  # the main process makes the run, and the others find it there
         resumed = (folder / STATE).is_file()
+        if not resumed:
+            check_begins(folder)
         teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
         if resumed:
             tokenizer = check_resumable(folder, recipe)

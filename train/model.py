@@ -625,7 +625,9 @@ def _decoder(c: ModelConfig, sizes: Sizes) -> Stepped:
 def _encoder(c: ModelConfig, sizes: Sizes) -> Stepped:
     if not sizes.classes:
         raise ValueError("an encoder predicts classes, but the data has none")
-    embed = Embedding(sizes.vocabulary, c.window, c.width, PAD_ID, c.embed_dropout, c.positions)
+    embed = Embedding(
+        sizes.vocabulary, c.window, c.width, sizes.pad_id, c.embed_dropout, c.positions
+    )
     return _looped(c, embed, velocity_for(c), _pooled(c, sizes))
 
 

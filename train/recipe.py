@@ -341,6 +341,7 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
             not data.validation or data.kind in ("text", "pairs")
         ),
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
+        "data.pad_id must not be negative": data.pad_id >= 0,
         "data.longest must be at least 1 and data.rows at least 20": not made
         or ((data.longest >= 1 or data.kind == "logic") and data.rows >= 20),
         "data.givens must be the fewest and the most, below the cells of data.side": (

@@ -6,13 +6,14 @@ trained too. With the dial of time one pass is read out at every count, and ther
 is an ordinary training run with a recipe made here, and resumes like one.
 """
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import RunError, read_facts
+from train.checkpoint import MODEL, STATE, RunError, iteration_of, read_facts
 from train.loop import train
-from train.recipe import Recipe, StepsConfig, data_at, overridden, recipe_from
+from train.recipe import Recipe, StepsConfig, apply_override, data_at, overridden, recipe_from
 
 DISTIL, JUMP = 1.0, 0.3
 
@@ -29,15 +30,26 @@ def retrofit(
     if folder.resolve() == run.resolve():
         raise RunError(f"{folder} is the run itself: choose another --out")
     kept = read_facts(run)["recipe"]
-    recipe = retrofit_recipe(kept, str(run), share, overrides or [], data)
+    begun = (folder / STATE).is_file()  # meanwhile the original may have gone on
+    origin = read_facts(folder).get("origin") if begun else None
+    trained = origin["iteration"] if origin else iteration_of(run / MODEL)
+    recipe = retrofit_recipe(kept, str(run), share, overrides or [], data, trained)
     train(recipe, folder, quiet, origin=run)
     return recipe
 
 
 def retrofit_recipe(
-    kept: dict[str, Any], where: str, share: float, overrides: list[str], data: str = ""
+    kept: dict[str, Any],
+    where: str,
+    share: float,
+    overrides: list[str],
+    data: str = "",
+    trained: int | None = None,
 ) -> Recipe:
-    """The recipe of a run as one that fine-tunes it."""
+    """The recipe of a run as one that fine-tunes it for a share of what it was trained.
+
+    `trained` are the iterations of that; None for all of its recipe.
+    """
     original = recipe_from(kept, where)
     reason = _refusal(original)
     if reason:
@@ -45,10 +57,13 @@ def retrofit_recipe(
     if not 0 < share <= 1:
         raise RunError(f"--iterations {share}: give a share of the original iterations, up to 1")
     steps, optim = original.steps, original.optim
-    iterations = max(1, round(share * optim.iterations))
+    iterations = max(1, round(share * (trained or optim.iterations)))
     wanted = steps.short or StepsConfig().short  # a run of fixed steps may name no others
     short = tuple(sorted({*(count for count in wanted if count < steps.full), 1}))
-    timed = steps.dial == "time" or "steps.dial=time" in overrides
+    changed = copy.deepcopy(kept)
+    for override in overrides:
+        apply_override(changed, override)
+    timed = changed["steps"].get("dial") == "time"  # which decides what else is set below
     in_time = timed or steps.backprop > 0
     in_one = timed and original.model.family != "translator"
     table = dataclasses.replace(
@@ -70,7 +85,7 @@ def retrofit_recipe(
         optim=dataclasses.replace(
             optim,
             iterations=iterations,
-            epochs=share * optim.epochs,
+            epochs=0.0,
             schedule="cosine",
             drops=(),
             warmup=min(optim.warmup, iterations // 10),

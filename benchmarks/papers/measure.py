@@ -18,9 +18,10 @@ from torch import Tensor
 
 from benchmarks.lab import clocked, command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
-from train.checkpoint import Run, RunError, load_run
+from train.checkpoint import STATE, Run, RunError, iteration_of, load_run
 from train.data import open_dataset
 from train.evaluate import Report, evaluate_run, methods_named
+from train.loop import Best, ending
 from train.metrics import METRICS
 from train.recipe import data_at
 from train.text_quality import bleu_of, open_translator
@@ -32,7 +33,7 @@ TIMINGS, LEAST_MS = 3, 100.0
 def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     for run in parsed.runs:
-        _check_ended(run)
+        _check_ended(run, parsed.data)
     for run in parsed.runs:
         counts = [int(count) for count in parsed.steps.split(",")]
         methods = methods_named(parsed.methods) if parsed.methods else None
@@ -89,11 +90,15 @@ def with_bleu(
     return dataclasses.replace(one, bleu=scores, bleu_signature=signature)
 
 
-def _check_ended(folder: Path) -> None:
+def _check_ended(folder: Path, data: str) -> None:
     """Half a training would pass for what its recipe can do."""
     run = load_run(folder)
-    done, wanted = run.facts["iteration"], run.recipe.optim.iterations
-    if done < wanted:
+    recipe, state = data_at(run.recipe, data), folder / STATE
+    # The model may be of an earlier iteration, the best.
+    done = iteration_of(state) if state.is_file() else int(run.facts["iteration"])
+    wanted = ending(recipe, open_dataset(recipe, run.tokenizer)).optim.iterations
+    stopped = recipe.run.keep == "best" and Best(folder, recipe.run).is_over(done)
+    if done < wanted and not stopped:
         raise RunError(f"{folder} has done {done} of {wanted} iterations: go on with it first")
 
 
@@ -175,4 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"benchmarks.papers.measure: {error}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.lab import Machine
+from train.checkpoint import write_atomically
 from train.evaluate import ADAPTIVE
 
 FOLDER = Path(__file__).resolve().parent / "measured"
@@ -70,12 +71,16 @@ class Measured:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
         record = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(path, text.encode())
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            raise ValueError(f"{path} is not whole: delete it, and measure again") from None
         if record.pop("schema_version", None) != SCHEMA_VERSION:
             raise ValueError(f"{path} is of another schema version: measure again")
         record["machine"] = Machine(**record["machine"])

@@ -34,13 +34,16 @@ from typing import IO, Any
 
 from benchmarks.lab import ROOT, Busy
 from benchmarks.papers.measured import FOLDER, Measured
+from train.interrupt import reader_gone
 from train.metrics import METRICS, read_metrics
 from train.recipe import Recipe, RecipeError, load_recipe, recipe_from
 
 PLAN = Path(__file__).parent / "plan.toml"
 ATTEMPTS = 3  # of a run that fails; then it is left out, and `status` says so
 POLL_S = 0.5
-_RUN_KEYS = {"group", "recipe", "set", "steps", "methods", "data", "bleu"}
+_SHARED_KEYS = {"steps", "methods", "data", "bleu"}  # of an experiment, and of each of its runs
+_RUN_KEYS = {"group", "recipe", "set"} | _SHARED_KEYS
+_MEASURING = "a benchmark measures on this machine: trainings go on when it has ended"
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _GROUP = Path("/proc/self/autogroup")
 _GROUP_TRIES = 50  # Linux takes one write in a tenth of a second from all who are not root
@@ -102,7 +105,9 @@ class Place:
         found = recipe_from(dict(measured.recipe), str(path))
         if meaning_of(found) != meaning_of(job.described()):
             raise RecipeError(f"{path} is of another recipe than the plan's {job.name}: rename one")
-        return bool(measured.bleu) or not job.bleu
+        wanted = set() if found.model.depth == "discrete" else {*map(int, job.steps.split(","))}
+        counts = {point.steps for point in measured.points}
+        return wanted <= counts and (bool(measured.bleu) or not job.bleu)
 
     def claim(self, job: Job) -> IO[str] | None:
         """A lock that goes with this process, or None if another queue has it."""
@@ -126,7 +131,9 @@ def read_plan(path: Path) -> list[Job]:
     """The jobs in their order: of an experiment, one seed of every run, then the next seed."""
     jobs: list[Job] = []
     for experiment in tomllib.loads(path.read_text(encoding="utf-8"))["experiment"]:
-        shared = {key: experiment[key] for key in ("data", "steps", "bleu") if key in experiment}
+        if unknown := set(experiment) - _SHARED_KEYS - {"seeds", "run"}:
+            raise ValueError(f"{path}: unknown key {min(unknown)!r} of an experiment")
+        shared = {key: experiment[key] for key in _SHARED_KEYS if key in experiment}
         for seed in experiment["seeds"]:
             for run in experiment["run"]:
                 if unknown := set(run) - _RUN_KEYS:
@@ -259,10 +266,14 @@ class Queue:
 
     def run(self, slots: Sequence[str], asked: Callable[[], bool]) -> None:
         """Until all is done or failed, or until it is asked to end; a slot is the GPU it has."""
-        busy = Busy()
+        busy, told = Busy(), False
         try:
             while not asked():
                 halted = busy.paused or not busy.mark()
+                if halted and not told:
+                    why = "paused: `resume` lets trainings go on" if busy.paused else _MEASURING
+                    print(f"{time.strftime('%F %T')} {why}", flush=True)
+                told = halted
                 for worker in self.workers.values():
                     worker.stop(halted)
                 if halted:
@@ -383,4 +394,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:
+        sys.exit(reader_gone())
+    except (ValueError, OSError) as error:
+        sys.exit(f"benchmarks.papers.queue: {error}")

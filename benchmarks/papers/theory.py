@@ -354,13 +354,18 @@ def kept_or_made(setting: Setting, file: Path) -> Found:
     known = asdict(setting) | {"constants": list(CONSTANTS)}
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # it was killed while it wrote this one
             if record["setting"] == known:
                 return Found(**record["found"])
     one = train_and_measure(setting)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"setting": known, "found": asdict(one)}) + "\n")
+        begun = file.stat().st_size and not file.read_bytes().endswith(b"\n")
+        record = json.dumps({"setting": known, "found": asdict(one)})
+        lines.write(("\n" if begun else "") + record + "\n")
     return one
 
 

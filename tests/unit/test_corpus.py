@@ -50,6 +50,24 @@ def test_a_part_without_a_file_is_taken_from_another(folder: Path) -> None:
     assert every.train.startswith("train0") and every.test.endswith("test59 is line 59\n")
 
 
+def test_beside_a_file_to_train_on_lie_those_that_are_held_out(folder: Path) -> None:
+    plain = lines("train", 70)
+    (folder / "book.txt").write_text(plain, encoding="utf-8")
+    book = config(folder, path=str(folder / "book.txt"), train="", test="")
+    assert read_corpus(book) == (plain, lines("valid", 50), lines("valid", 50))
+    with pytest.raises(DataError, match=r"nope\.txt does not exist"):
+        read_corpus(config(folder, path=str(folder / "book.txt"), train="", validation="nope.txt"))
+    with pytest.raises(DataError, match=r"b\.txt is held out, so name .* data\.train"):
+        read_corpus(config(folder, train="", test=""))
+
+
+def test_an_empty_text_is_too_short(folder: Path) -> None:
+    (folder / "empty.txt").write_text("")
+    empty = config(folder, path=str(folder / "empty.txt"), train="", validation="", test="")
+    with pytest.raises(DataError, match="short"):
+        TextDataset(read_corpus(empty), empty, 8, None)
+
+
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     with pytest.raises(DataError, match=r"d\.txt does not exist: set data\.train"):
         read_corpus(config(folder, test="d.txt"))

@@ -100,6 +100,9 @@ def test_faults_of_a_plan_are_named(tmp_path: Path) -> None:
     path.write_text(text + 'colour = "red"\n')
     with pytest.raises(ValueError, match="unknown key 'colour' of tiny-lambda0"):
         read_plan(path)
+    path.write_text(text.replace("seeds =", 'method = "all"\nseeds =', 1))
+    with pytest.raises(ValueError, match="unknown key 'method' of an experiment"):
+        read_plan(path)
 
 
 def test_some_runs_of_a_plan_may_be_named(
@@ -313,6 +316,7 @@ def test_figures_of_another_recipe_under_the_same_name_are_refused(tmp_path: Pat
     (tmp_path / "mnist-any-0.json").write_text(json.dumps(record))
     place = Place(tmp_path, results=tmp_path)
     assert place.kept(Job("mnist-any", "mnist-any", 0))
+    assert not place.kept(Job("mnist-any", "mnist-any", 0, steps="1,3"))  # not measured at 3
     with pytest.raises(RecipeError, match="another recipe than the plan's mnist-any-0"):
         place.kept(Job("mnist-any", "mnist-any", 0, ("optim.lr=0.1",)))
 

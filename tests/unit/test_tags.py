@@ -1,5 +1,6 @@
 """Data with one label a word: what is read, where a label stands, and what is refused."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -7,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.data import open_dataset
+from train.data import open_dataset, open_measured
 from train.data.batch import IGNORED
 from train.data.tables import DataError
 from train.data.tags import TagDataset, read_tags
-from train.recipe import Recipe, load_recipe
+from train.recipe import Recipe, data_at, load_recipe
 
 RECIPE = """
 name = "names"
@@ -133,3 +134,28 @@ def test_listops_is_asked_for_the_whole_and_learns_the_parts() -> None:
     batch, tested = dataset.batch(0, 16, 0), next(dataset.held_out(16))
     assert int((batch.targets != IGNORED).sum()) > 16
     assert (tested.targets[:, 0] != IGNORED).all() and int((tested.targets != IGNORED).sum()) == 16
+
+
+def test_texts_without_a_label_are_left_out(tmp_path: Path) -> None:
+    rows = [*ROWS, *([(["no", "label"], [None, None])] * 30)]
+    write_json(tmp_path, rows)  # type: ignore[arg-type]
+    dataset = open_dataset(recipe_of(tmp_path), None)
+    for batch in [*dataset.held_out(2), *(dataset.batch(i, 2, 0) for i in range(9))]:
+        assert (batch.targets != IGNORED).any(1).all()
+    write_json(tmp_path, [(words, [None, *labels[1:]]) for words, labels in ROWS])  # type: ignore[list-item]
+    with pytest.raises(DataError, match=r"none has a label within the first 1 tokens"):
+        open_dataset(recipe_of(tmp_path, "model.window=1"), None)
+
+
+def test_another_file_is_measured_whole_and_need_not_have_every_label(tmp_path: Path) -> None:
+    write_json(tmp_path, ROWS)
+    recipe = recipe_of(tmp_path)
+    dataset = open_dataset(recipe, None)
+    facts = {"labels": ["B", "I", "O"], "sizes": dataclasses.asdict(dataset.sizes)}
+    facts["data_sha256"] = dataset.digest
+    other = tmp_path / "other.jsonl"
+    lines = [{"words": ["Ada", "met"], "tags": ["B", "O"]}] * 30
+    other.write_text("\n".join(map(json.dumps, lines)))
+    measured = open_measured(data_at(recipe, str(other)), dataset.tokenizer, facts)
+    assert sum(batch.rows for batch in measured.held_out(4)) == 30
+    assert measured.labels == ("B", "I", "O")

@@ -150,6 +150,20 @@ def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
         train(tiny_label_recipe(), tmp_path, quiet=True)
 
 
+@pytest.mark.parametrize("left", ["model.safetensors", "best.safetensors", "averaged"])
+def test_nothing_begins_where_a_model_lies_that_cannot_be_gone_on_with(
+    tmp_path: Path, left: str
+) -> None:
+    run = tiny_label_run(tmp_path)
+    before = (run / "model.safetensors").read_bytes()
+    (run / "state.safetensors").unlink()
+    if left != "model.safetensors":
+        (run / "model.safetensors").rename(run / left)
+    with pytest.raises(RunError, match=rf"holds {left}, but not state.*choose another --out"):
+        train(tiny_label_recipe(), run, quiet=True)
+    assert (run / left).read_bytes() == before
+
+
 def test_a_folder_with_other_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):  # a model of the Hub
         (tmp_path / name).write_text("mine")

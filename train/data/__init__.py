@@ -64,9 +64,10 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
 def open_measured(recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, Any]) -> Dataset:
     """The data that a trained model is measured on: of another table than its own, all rows."""
     data, labels = recipe.data, facts.get("labels")
-    if data.kind == "table" and not data.values and labels:
+    table = data.kind in ("table", "tags")
+    if table and not data.values and labels:
         data = dataclasses.replace(data, values=data.labels or tuple(labels))
-    named = data.kind == "table" and Path(data.path).is_file()
+    named = table and Path(data.path).is_file()
     # A table that is named stands for itself: the test table beside it is of the run's own.
     test = "" if named else data.test
     known, alone = (dataclasses.replace(one, test=test) for one in (data, recipe.data))

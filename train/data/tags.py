@@ -188,9 +188,16 @@ class TagDataset:
 
     def _pack(self, rows: list[Tagged]) -> list[TaggedRow]:
         encoded = self.tokenizer.encode_batch([" ".join(row.words) for row in rows])
-        return [
+        packed = [
             self._row(row, each.ids, each.offsets) for row, each in zip(rows, encoded, strict=True)
         ]
+        labelled = [row for row in packed if (row.targets != IGNORED).any()]
+        if packed and not labelled:
+            raise DataError(
+                f"of {len(packed)} texts to train or to measure on none has a label within the "
+                f"first {self._window} tokens: give more rows, or a larger model.window"
+            )
+        return labelled
 
     def _row(self, row: Tagged, ids: list[int], offsets: list[tuple[int, int]]) -> TaggedRow:
         ends = np.cumsum([len(word) + 1 for word in row.words])  # each with the space behind it

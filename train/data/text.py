@@ -38,11 +38,15 @@ def read_corpus(data: DataConfig) -> Corpus:
         what = f"FOLDER, where {data.train} is" if data.train else "FILE.txt, any plain text"
         missing = f"{data.path} does not exist" if data.path else "this recipe needs a text"
         raise DataError(f"{missing}: pass --data {what}, of 10 kB or more")
-    if data.train:
-        text = _text(path / data.train)
-        held = _text(path / data.validation) if data.validation else ""
+    others = data.validation or data.test
+    if others and not data.train and path.is_dir():
+        raise DataError(f"{others} is held out, so name the text to train on too: data.train")
+    if data.train or others:
+        text = _text(path / data.train if data.train else path)
+        beside = path if data.train else path.parent
+        held = _text(beside / data.validation) if data.validation else ""
         corpus = Corpus(text, held, held) if held else divided(text, data.held_out)
-        return corpus._replace(test=_text(path / data.test)) if data.test else corpus
+        return corpus._replace(test=_text(beside / data.test)) if data.test else corpus
     files = [path]
     if path.is_dir():
         files = sorted([*path.glob("*.txt"), *path.glob("*.txt.gz")])
@@ -229,7 +233,7 @@ class TextDataset:
 
     def _encode(self, text: str) -> LongIds:
         ids = ids_of(self.tokenizer, pieces(text), special=False)
-        return np.concatenate(list(ids)).astype(np.int64)
+        return np.concatenate([NO_IDS, *ids]).astype(np.int64)
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
         return drawn_windows(self.train_ids, self.window, iteration, size, seed, self._begin)
