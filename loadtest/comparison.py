@@ -101,14 +101,14 @@ def compare(a: Kept, b: Kept) -> list[Change]:
                 continue
             first, second = (rows[key].intervals.get(interval or "") for rows in (rows_a, rows_b))
             differ = None if first is None or second is None else _apart(first, second)
-            changes.append(Change(key[0], key[1], what, one, other, differ))
+            changes.append(Change(key[1], key[2], what, one, other, differ))
     return changes
 
 
 def differences(a: Kept, b: Kept) -> list[str]:
     """What makes the two tests less comparable."""
     notes = [
-        f"{name}: A {a.terms[name] or 'none'}, B {b.terms[name] or 'none'}"
+        f"{name}: A {_term(a.terms[name])}, B {_term(b.terms[name])}"
         for name in a.terms
         if a.terms[name] != b.terms[name]
     ]
@@ -149,17 +149,24 @@ def write_comparison(
     write_whole(folder / "comparison.png", lambda part: draw_png("Two load tests", drawn, part))
 
 
-def _rows(report: Kept) -> dict[tuple[float | None, str], KeptRow]:
+Key = tuple[int, float | None, str]  # place and rate of a stage, and the operation
+
+
+def _rows(report: Kept) -> dict[Key, KeptRow]:
     return {
-        (stage.rate_per_s, row.name): row
-        for stage in report.stages
+        (place, stage.rate_per_s, row.name): row
+        for place, stage in enumerate(report.stages)
         for row in stage.rows
         if row.requests
     }
 
 
-def _whole(report: Kept) -> dict[tuple[float | None, str], KeptRow]:
-    return {(None, row.name): row for row in report.rows if row.requests}
+def _whole(report: Kept) -> dict[Key, KeptRow]:
+    return {(0, None, row.name): row for row in report.rows if row.requests}
+
+
+def _term(value: object) -> object:
+    return "none" if value is None or value == "" else value
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> bool:

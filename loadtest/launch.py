@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from loadtest.options import duration_s_of, forwarded, shape_of
@@ -16,6 +18,7 @@ from loadtest.output import say
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNAL_OF_PARENTS_END = 1  # prctl's PR_SET_PDEATHSIG
 _MOST_AT_ONCE = 100  # a second: Locust warns that it cannot start more in time
 
 
@@ -71,7 +74,11 @@ def run(command: list[str], silent: bool = False) -> Ending:
     before = {number: signal.signal(number, end) for number in _ENDING}
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            start_new_session=True,
+            preexec_fn=partial(_end_with, os.getpid()),
         )
         started.append(process)
         if wanted:
@@ -86,6 +93,14 @@ def run(command: list[str], silent: bool = False) -> Ending:
         say(f"The test was ended by {signal.Signals(-status).name}, without a report.", sys.stderr)
         status = 128 - status
     return Ending(status, bool(wanted))
+
+
+def _end_with(parent: int) -> None:
+    """In a new process before it becomes Locust: end when this one is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_END, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before that was asked
+            os._exit(1)
 
 
 def _free_port() -> int:

@@ -222,8 +222,13 @@ def _take_ended(environment: Environment, msg: Message, **_: Any) -> None:
 def _stop(environment: Environment, **_: Any) -> None:
     plan = plans.get(environment)
     if plan is not None and not isinstance(environment.runner, WorkerRunner):
-        _publish(environment, plan)
-        plan.published = True
+        try:
+            _publish(environment, plan)
+        except BaseException:
+            environment.process_exit_code = 2
+            raise
+        finally:
+            plan.published = True  # what ends the test waits for it
         crew, runner = _crews.get(environment), environment.runner
         if crew is not None and crew.is_gone and runner is not None and not environment.web_ui:
             # Locust would wait for workers that may come back.

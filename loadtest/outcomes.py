@@ -208,7 +208,7 @@ class Generator:
     """One process that sends: its processor time as a share of a core."""
 
     cpu_mean: float
-    cpu_busiest: float  # the greatest mean of BUSY_S seconds
+    cpu_busiest: float | None  # the greatest mean of BUSY_S seconds; None: it was shorter
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data."""
@@ -233,8 +233,9 @@ class Gauge:
     def read(self) -> Generator:
         """What was measured so far."""
         marks = [*self._marks, (time.perf_counter(), time.process_time())]
-        spans = [*zip(marks, marks[BUSY_S:], strict=False)] or [(marks[0], marks[-1])]
-        return Generator(_share(marks[0], marks[-1]), max(_share(*span) for span in spans))
+        spans = zip(marks, marks[BUSY_S:], strict=False)
+        busiest = max((_share(*span) for span in spans), default=None)
+        return Generator(_share(marks[0], marks[-1]), busiest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,8 @@ def judge(
     """
     open_loop = planned is not None
     lag_p99_ms = percentile(lags_ms, 99) if open_loop else None
-    busiest = max((each.cpu_busiest for each in generators), default=None)
+    known = [each.cpu_busiest for each in generators if each.cpu_busiest is not None]
+    busiest = max(known, default=None)
     complaints = []
     if lag_p99_ms is not None and lag_p99_ms > max_lag_ms:
         complaints.append(

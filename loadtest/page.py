@@ -310,6 +310,7 @@ _STYLE: Any = {
     "axes.edgecolor": _FAINT,
     "axes.labelcolor": _INK,
     "text.color": _INK,
+    "text.parse_math": False,  # names may hold dollars
     "xtick.color": _INK,
     "ytick.color": _INK,
     "axes.spines.top": False,

@@ -87,11 +87,10 @@ def health_line(report: Report) -> str:
             f"sent {number(health.lag_p50_ms, 2)} ms (median), {number(health.lag_p99_ms, 2)} ms "
             f"(p99), {number(health.lag_max_ms, 2)} ms (most) after they were due"
         )
-    if health.cpu_busiest is not None:
-        parts.append(
-            f"a sender used {health.cpu_mean or 0:.0%} of a core, {health.cpu_busiest:.0%} in its "
-            "busiest seconds"
-        )
+    if health.cpu_mean is not None:
+        busiest = health.cpu_busiest
+        seconds = "" if busiest is None else f", {busiest:.0%} in its busiest seconds"
+        parts.append(f"a sender used {health.cpu_mean:.0%} of a core{seconds}")
     return "Sender: " + ("; ".join(parts) or "not measured") + "."
 
 

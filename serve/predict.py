@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -335,6 +336,8 @@ _MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ\x00"}  # how such data begins
 
 def _standard_input() -> io.BufferedReader:
     """Standard input, unpacked if it is compressed."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: name a file with --input")
     standard = cast(io.BufferedReader, sys.stdin.buffer)
     begun = standard.peek(8)
     for ending, magic in _MAGIC.items():
@@ -455,6 +458,8 @@ def _objects(source: Iterator[str], name: str) -> Iterator[_Row]:
 def _output(path: Path | None) -> Iterator[IO[str]]:
     """Where to write. A file is replaced once all is written: it may be the one that is read."""
     if path is None:
+        if sys.stdout is None:
+            raise ValueError("standard output is closed: name a file with --output")
         yield sys.stdout
         return
     opener = _opener(path)
@@ -465,7 +470,8 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
     target = path.resolve()
     if not target.parent.is_dir():
         raise ValueError(f"--output {path}: there is no folder {path.parent}")
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    # Drawn: in containers that share a folder, process ids are the same.
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         with opener(partial, "xt", encoding="utf-8", newline="") as file:
             yield file

@@ -7,6 +7,7 @@ replaced after a while.
 """
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
@@ -142,11 +144,10 @@ def main(argv: Sequence[str]) -> int:
         help="more of those in docs/deploying.md; by default a replica a node, and no fewer",
     )
     parsed = parser.parse_args(list(argv))
-    given = {"min_replicas": parsed.nodes, "max_replicas": parsed.nodes}
-    arguments = Arguments.model_validate_json(parsed.arguments).model_copy(
-        update={"bundles": tuple(folder.resolve() for folder in parsed.bundles)}
-    )
-    arguments = Arguments.model_validate(given | arguments.model_dump(exclude_unset=True))
+    try:
+        arguments = arguments_of(parsed.arguments, parsed.bundles, parsed.nodes)
+    except ValueError as error:
+        parser.error(f"--arguments {parsed.arguments}: {error}")
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -155,6 +156,23 @@ def main(argv: Sequence[str]) -> int:
         print(f"on {url} through Ray Serve, {parsed.nodes} nodes. Ctrl-C ends it.", flush=True)
         nodes.keep(ended)
     return 0
+
+
+def arguments_of(text: str, bundles: Sequence[Path], nodes: int) -> Arguments:
+    """Those of this JSON, with the bundles if any are named; by default a replica a node."""
+    given = json.loads(text)
+    if not isinstance(given, dict):
+        raise ValueError('expected an object, such as {"models_per_replica": 2}')
+    if bundles:
+        given["bundles"] = [str(folder.resolve()) for folder in bundles]
+    least, most = given.get("min_replicas", nodes), given.get("max_replicas", nodes)
+    given.setdefault("min_replicas", min(nodes, most) if isinstance(most, int) else nodes)
+    given.setdefault("max_replicas", max(nodes, least) if isinstance(least, int) else nodes)
+    try:
+        return Arguments.model_validate(given)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise ValueError("; ".join(faults)) from None
 
 
 def _raylet(node: Any) -> Any:

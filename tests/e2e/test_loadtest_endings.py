@@ -218,3 +218,31 @@ def test_a_reader_who_leaves_does_not_lose_the_report(tmp_path: Path) -> None:
         assert test.stderr is not None
         assert test.stderr.read() == ""
     assert kept(file)["requests"] > 0
+
+
+def test_a_report_that_cannot_be_drawn_ends_the_test_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise RuntimeError('this one is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = ("--users", "1", "--duration", "1s", "--out", str(tmp_path / "kept"))
+    with running_stub() as stub, started(stub.url, *flags) as test:
+        _, said = test.communicate(timeout=60)
+    assert test.returncode == 2 and "this one is broken" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to be told")
+def test_a_test_whose_command_is_killed_stops_sending(tmp_path: Path) -> None:
+    flags = ("--users", "2", "--duration", "10m", "--out", str(tmp_path / "report.json"))
+    with running_stub(service_s=0.05) as stub, started(stub.url, *flags) as test:
+        wait_until(lambda: len(stub.bodies) > 2)
+        (sender,) = workers_of(test.pid)
+        test.kill()
+        test.wait()
+        wait_until(lambda: not Path(f"/proc/{sender}/stat").exists() or _is_dead(sender))
+
+
+def _is_dead(process: int) -> bool:
+    """Ended, and not yet reaped."""
+    stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
+    return stat.rpartition(")")[2].split()[0] == "Z"

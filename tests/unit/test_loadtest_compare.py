@@ -113,3 +113,17 @@ def test_a_comparison_that_cannot_be_kept_says_so(
     (tmp_path / "file").touch()
     assert main([whole, whole, "--out", str(tmp_path / "file" / "in")]) == 2
     assert "could not be written" in capsys.readouterr().err
+
+
+def test_a_rate_that_comes_twice_is_compared_twice_and_a_seed_of_0_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [STAGE, STAGE | {"rate_per_s": 9.0}, STAGE]
+    paths = []
+    for name, seed in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        paths.append(put(tmp_path / name, REPORT | {"stages": stages, "seed": seed}))
+    assert main([*paths, "--out", str(tmp_path / "out")]) == 0
+    assert "seed: A 0, B 1" in capsys.readouterr().out
+    changes = json.loads((tmp_path / "out" / "comparison.json").read_text())["changes"]
+    assert [one["rate_per_s"] for one in changes if one["what"] == changes[0]["what"]] == [5, 9, 5]

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from loadtest.comparison import ComparisonError, compare, differences, main
 from loadtest.mix import Operation
 from loadtest.objective import parse_objective
 from loadtest.outcomes import (
+    Gauge,
     Generator,
     Health,
     Outcome,
@@ -194,6 +196,16 @@ def test_a_sender_that_did_not_keep_up_says_so_loudly(
     assert says in render_text(made)
     assert "WARNING: THE SENDER WAS SATURATED" in render_text(made)
     assert 'class="warning"' in render_html(made)
+
+
+def test_a_short_test_says_how_busy_its_sender_was_and_complains_of_nothing() -> None:
+    short = judge([0.1] * 100, 100, 100, 0, [Generator(0.97, None)], 10.0)
+    assert not short.saturated
+    assert "a sender used 97% of a core." in render_text(report([Outcome(FAST, 10.0, 1.0)], short))
+    busy = Gauge()
+    while time.process_time() < busy._marks[0][1] + 0.05:
+        pass
+    assert busy.read().cpu_busiest is None and busy.read().cpu_mean > 0
 
 
 def test_what_is_kept_can_be_read_back(tmp_path: Path) -> None:

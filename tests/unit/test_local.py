@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import math
+import os
 import subprocess
 import sys
 import time
@@ -363,6 +364,30 @@ def test_predict_reads_and_writes_compressed_tables(
     table.write_bytes(pack.compress(TABLES[kind].encode()))
     assert predicted(table, "--text", "text", "--output", str(plain), capsys=capsys)
     assert plain.read_text().split("\n") == shown and "Sports" in plain.read_text()
+
+
+def test_what_another_process_writes_into_the_folder_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers that share a folder have the same process ids."""
+    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    table.write_text(TABLES["csv"])
+    other = tmp_path / f".{out.name}.{os.getpid()}"
+    other.write_text("of another container")
+    predicted(table, "--text", "text", "--output", str(out), capsys=capsys)
+    assert out.stat().st_size and other.read_text() == "of another container"
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_standard_stream_is_named(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text(TABLES["csv"])
+    monkeypatch.setattr(sys, stream, None)  # as Python sets it where the descriptor is closed
+    source = "-" if stream == "stdin" else str(table)
+    assert main(["predict", str(ZOO / "topics"), "--input", source, "--text", "text"]) == 2
+    assert f"standard {stream[3:]}put is closed" in capfd.readouterr().err
 
 
 def test_an_archive_that_cannot_be_read_is_named(

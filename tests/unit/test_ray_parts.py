@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.ray.app import Arguments, Shelf, one_page
+from deploy.ray.local import arguments_of
 from deploy.ray.routing import ranked
 from deploy.ray.scaling import Load, Wanted, load_of
 from serve.errors import ModelGone, UnknownModel
@@ -113,3 +114,17 @@ def test_metrics_of_replicas_are_told_apart() -> None:
         ("stepdial_cancelled_total", {"replica": "r"}, 2),
         ("stepdial_cancelled_total", {"replica": "s"}, 2),
     ]
+
+
+def test_arguments_of_the_local_cluster() -> None:
+    given = arguments_of('{"bundles": ["zoo/topics"]}', [], 2)
+    assert given.bundles == (Path("zoo/topics"),)
+    assert (given.min_replicas, given.max_replicas) == (2, 2)
+    named = arguments_of('{"bundles": ["zoo/topics"], "max_replicas": 1}', [Path("/zoo/digits")], 2)
+    assert named.bundles == (Path("/zoo/digits"),)
+    assert (named.min_replicas, named.max_replicas) == (1, 1)
+    assert arguments_of('{"min_replicas": 5}', [], 2).max_replicas == 5
+    for text in ("x", "[]", '{"replicas": 1}', '{"cpus": 0}', '{"min_replicas": "many"}'):
+        with pytest.raises(ValueError) as found:
+            arguments_of(text, [], 2)
+        assert not isinstance(found.value, ValidationError)
