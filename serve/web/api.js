@@ -9,7 +9,7 @@ const TITLES = {
   403: "This key may not do that",
   404: "The server does not have this model",
   408: "The request took too long to arrive",
-  413: "The text is too long for this server",
+  413: "The input is too large for this server",
   422: "This request cannot be met",
   429: "The server is full",
   503: "The server is not ready",
@@ -18,11 +18,12 @@ const TITLES = {
 
 /** A failed request in plain words: title, message, and code for whoever reads the logs. */
 export class RequestFailure extends Error {
-  constructor(title, message, code = "") {
+  constructor(title, message, code = "", status = 0) {
     super(message);
     this.name = "RequestFailure";
     this.title = title;
     this.code = code;
+    this.status = status;
   }
 }
 
@@ -43,7 +44,7 @@ async function failureOf(response) {
   const title = TITLES[response.status] ?? (response.status >= 500 ? "The server failed" : "The request was refused");
   const message = (error.message ?? `The answer was HTTP ${response.status} without an explanation.`) + retryHint(response.headers);
   const code = [`HTTP ${response.status}`, error.code, error.param && `field ${error.param}`].filter(Boolean).join(" · ");
-  return new RequestFailure(title, message, code);
+  return new RequestFailure(title, message, code, response.status);
 }
 
 async function answered(path, { headers, ...init } = {}) {

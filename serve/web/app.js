@@ -26,7 +26,7 @@ const dial = createDial(turned, () => callsOf(model));
 const frontier = createFrontier(element("frontier"), (index) => dial.choose(index));
 const picture = createPicture(turned);
 const form = createForm(picture, exampleTaken);
-const runs = createRuns(() => ({ model, ladder, form, dial }), answered, ended);
+const runs = createRuns(() => ({ model, ladder, form, dial, name: () => nameOf(dial.state()) }), answered, ended);
 const live = createLive(renewed);
 const code = createCode(say);
 const burst = createBurst(() => ({ model, ladder, form }), () => live.soon());
@@ -66,7 +66,7 @@ async function start() {
 /** Take up the state of a link; what it does not say stays as usual. */
 async function restore(state) {
   const wanted = models.find(({ id }) => id === state.model);
-  await open(wanted ?? mostRange() ?? models.find(writes) ?? models[0], wanted ? state : {});
+  await open(wanted ?? mostRange() ?? models.find(writes) ?? models[0], { view: "one", ...(wanted ? state : {}) });
   if (!state.model || wanted) return;
   element("banner-text").textContent = `The link is for ${state.model}, which this server does not have. This is another model.`;
   element("banner").hidden = false;
@@ -93,11 +93,12 @@ async function open(entry, wanted) {
   try {
     rungs = await api.ladder(entry.id);
   } catch (failure) {
-    if (opening === openings) notice(failure.title ?? "The step counts could not be read", failure.message, () => open(entry, wanted));
+    if (opening === openings) notice(failure.title ?? "The step counts could not be read", failure.message, failure.status === 404 ? start : () => open(entry, wanted));
     if (failure.name !== "RequestFailure") throw failure;
     return;
   }
   if (opening !== openings) return;
+  clearTimeout(resendTimer); // of a dial that was turned meanwhile
   runs.cancel();
   [model, ladder] = [entry, rungs];
   for (const radio of element("models").querySelectorAll("input")) radio.checked = radio.value === model.id;
@@ -137,7 +138,7 @@ function refresh() {
   element("clear").hidden = history.size(model.id) === 0;
   element("frontier-title").textContent = frontier.isTimed() ? "Quality against latency" : "Quality against work";
   element("legend").hidden = !frontier.isTimed();
-  runs.name(nameOf(dial.state()));
+  runs.name();
   code.update(form.request(dial.budget()), isWanted());
   element("code-note").textContent = runs.isTwo() ? "Of the first answer; the second differs in its steps only." : "";
   live.setEager(dial.way() === "deadline");
@@ -153,7 +154,7 @@ function nameOf({ way, steps, deadlineMs, level }) {
 function state() {
   const { way, steps, deadlineMs, level } = dial.state();
   const budget = { steps: { steps }, deadline: { steps, deadlineMs }, agreement: { steps, level } }[way];
-  const view = runs.isTwo() ? { view: "two", against: runs.against.value } : {};
+  const view = runs.isTwo() ? { view: "two", against: runs.against.value } : { view: "one" };
   return { ...form.state(), way, ...budget, ...view };
 }
 
@@ -170,8 +171,14 @@ async function copyLink() {
 
 function turned() {
   refresh();
-  if (writes(model) || runs.isSweeping() || !form.hasInput()) return;
+  if (writes(model) || runs.isSweeping()) return;
   clearTimeout(resendTimer);
+  if (!form.hasInput()) {
+    runs.cancel();
+    runs.clear();
+    runs.name();
+    return;
+  }
   resendTimer = setTimeout(runs.send, RESEND_AFTER_MS);
 }
 
@@ -225,6 +232,10 @@ element("clear").addEventListener("click", () => {
   history.clear(model.id);
   refresh();
 });
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address holds the state
+  element(model?.input.kind === "image" ? "file" : "input").focus();
+});
 window.addEventListener("hashchange", (event) => {
   // Not location: the address may have been brought up to date meanwhile.
   const wanted = fromFragment(new URL(event.newURL).hash);
@@ -232,7 +243,7 @@ window.addEventListener("hashchange", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && runs.isRunning()) runs.stop();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && model && free("send")) element("form").requestSubmit();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !element("playground").hidden && free("send")) element("form").requestSubmit();
 });
 
 start();

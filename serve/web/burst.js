@@ -11,21 +11,29 @@ const MOST_INPUTS = 30; // of one request
 const USUAL_MS = 800; // how long the burst is meant to take at all steps
 const DEADLINE_SHARE = 1 / 2; // of the time that all steps took
 const TOKENS = 40;
+const TOO_MUCH = [413, 422]; // too many bytes, or too many inputs, for one request
 
 /** `now()` is {model, ladder, form}; `onEnd` runs when both bursts are answered. */
 export function createBurst(now, onEnd) {
   const [button, about, status, table] = ["burst-send", "burst-about", "burst-status", "burst-table"].map(element);
   let running = null;
 
+  let most = MOST_INPUTS; // that this server takes in one request, as far as is known
+
   /** Make ready for a model; one with a single step count has nothing to show. */
   function load() {
     running?.abort();
+    most = MOST_INPUTS;
+    describe();
+    status.textContent = "";
+    table.replaceChildren();
+  }
+
+  function describe() {
     const { model, ladder } = now();
     element("burst").hidden = ladder.rungs.length < 2;
     const what = writes(model) ? `${REQUESTS} texts of ${TOKENS} tokens` : `${REQUESTS * inputsEach()} copies of the input`;
     about.textContent = `Sends ${what} at once: first at ${format.stepsWord(ladder.full_steps)} each, then with a deadline of half the time that this took. Under the deadline the server chooses the steps.`;
-    status.textContent = "";
-    table.replaceChildren();
   }
 
   function inputsEach() {
@@ -33,7 +41,7 @@ export function createBurst(now, onEnd) {
     if (writes(model)) return 1;
     const full = ladder.rungs.at(-1);
     const ms = full.latency_ms ?? full.predicted_ms ?? 10;
-    return Math.max(1, Math.min(MOST_INPUTS, Math.round(USUAL_MS / (REQUESTS * ms))));
+    return Math.max(1, Math.min(most, Math.round(USUAL_MS / (REQUESTS * ms))));
   }
 
   async function send() {
@@ -49,7 +57,12 @@ export function createBurst(now, onEnd) {
     table.replaceChildren();
     try {
       status.textContent = `At ${format.stepsWord(ladder.full_steps)} …`;
-      const fixed = await burst({ steps: ladder.full_steps }, signal);
+      let fixed = await burst({ steps: ladder.full_steps }, signal);
+      while (inputsEach() > 1 && fixed.every(({ failure }) => TOO_MUCH.includes(failure?.status))) {
+        most = Math.floor(inputsEach() / 2);
+        describe();
+        fixed = await burst({ steps: ladder.full_steps }, signal);
+      }
       const slowestMs = Math.max(...fixed.map(({ ms }) => ms ?? 0));
       if (!slowestMs) throw fixed[0].failure;
       const deadlineMs = Math.max(1, Number((slowestMs * DEADLINE_SHARE).toPrecision(2)));

@@ -40,4 +40,5 @@ export const shareOf = ({ lowMs, highMs }, ms) => Math.log(ms / lowMs) / Math.lo
 
 export const positionOf = (range, ms) => Math.round(POSITIONS * Math.min(1, Math.max(0, shareOf(range, ms))));
 
-export const timeAt = ({ lowMs, highMs }, position) => rounded(lowMs * (highMs / lowMs) ** (position / POSITIONS));
+/** With three digits: with two, neighbouring positions may have the same time, and arrows would stop there. */
+export const timeAt = ({ lowMs, highMs }, position) => Number((lowMs * (highMs / lowMs) ** (position / POSITIONS)).toPrecision(3));

@@ -32,24 +32,31 @@ export function createForm(picture, onExample) {
 
   function load(next, wanted = {}) {
     const before = model;
-    if (before) drafts.set(before.id, element("input").value);
+    if (before) drafts.set(before.id, sees(before) ? drawn() : element("input").value);
     model = next;
     const examples = (model.card?.examples ?? []).filter((example) => typeof example === "string");
     const title = INPUT_TITLES[model.input.kind] ?? TITLES[model.task];
     element("ask-title").textContent = element("input-label").textContent = title;
-    element("input").value = wanted.text ?? drafts.get(model.id) ?? examples[0] ?? "";
+    if (!sees(model)) element("input").value = wanted.text ?? drafts.get(model.id) ?? examples[0] ?? "";
     element("input").hidden = sees(model);
     element("picture").hidden = !sees(model);
     if (sees(model)) picture.load(model.input);
-    if (sees(model) && wanted.picture) picture.restore(wanted.picture);
+    const pictured = wanted.picture ?? drafts.get(model.id);
+    if (sees(model) && pictured) picture.restore(pictured);
     element("examples").replaceChildren(...(examples.length > 1 && !sees(model) ? examples.map(exampleButton) : []));
     element("options").hidden = !writes(model);
     element("beams-label").hidden = model.task !== "translate";
+    // A field that is hidden must not keep the form from being sent.
+    for (const input of element("options").querySelectorAll("input")) input.disabled = !writes(model);
+    element("beams").disabled = model.task !== "translate";
+    element("file").disabled = !sees(model);
     if (writes(model) && before?.task !== model.task) element("temperature").value = TEMPERATURES[model.task];
     for (const [name, id] of Object.entries(FIELDS)) if (wanted[name] !== undefined) element(id).value = wanted[name];
     element("send").textContent = VERBS[model.task];
     noteLength();
   }
+
+  const drawn = () => (picture.isDrawn() ? picture.dataUrl() : undefined);
 
   /** Beside a text whose length is fixed: what it must be, and what it is. */
   function noteLength() {
@@ -104,7 +111,7 @@ export function createForm(picture, onExample) {
 
   /** What a link keeps of it. */
   function state() {
-    if (sees(model)) return { model: model.id, picture: picture.isDrawn() ? picture.dataUrl() : undefined };
+    if (sees(model)) return { model: model.id, picture: drawn() };
     const names = Object.keys(FIELDS).filter((name) => writes(model) && (name !== "beams" || model.task === "translate"));
     const fields = Object.fromEntries(names.map((name) => [name, element(FIELDS[name]).value.trim()]));
     return { model: model.id, text: element("input").value, ...fields };

@@ -10,7 +10,7 @@ export function toFragment(state) {
   const fields = new URLSearchParams();
   for (const [name, key] of [...Object.entries(TEXTS), ...Object.entries(NUMBERS)]) {
     const value = state[key];
-    if (value === undefined || value === null || value === "") continue;
+    if (value === undefined || value === null) continue; // an empty field is a choice too
     if (key === "picture" && value.length > MOST_PICTURE_LETTERS) continue;
     fields.set(name, String(value));
   }

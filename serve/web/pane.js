@@ -10,6 +10,7 @@ import { createTokens } from "./tokens.js";
 
 const MOST_PIPS = 16;
 const MOST_LETTERS = 12;
+const CUT = "The text was too long for the model: only a part of it was read.";
 
 /** `head` stands in for the name of the pane, where the reader can choose in it. */
 export function createPane(name, head) {
@@ -50,7 +51,7 @@ export function createPane(name, head) {
     const answer = await api.classify(request.body, signal);
     const roundTripMs = performance.now() - start;
     const [result] = answer.results;
-    problem.replaceChildren();
+    problem.replaceChildren(result.truncated ? CUT : "");
     scores.hidden = Boolean(result.tokens);
     if (result.tokens) grid.show(request.traces ? await traced(request, result, signal) : result);
     else drawScores(scores, result);

@@ -19,10 +19,14 @@ export function createPicture(changed) {
     wipe();
   }
 
-  function wipe() {
+  function blacken() {
     pen.globalCompositeOperation = "source-over";
     pen.fillStyle = "#000";
     pen.fillRect(0, 0, canvas.width, canvas.height);
+  }
+
+  function wipe() {
+    blacken();
     file.value = "";
     drawn = false;
     say("");
@@ -56,7 +60,7 @@ export function createPicture(changed) {
       element("status").textContent = NO_IMAGE;
       return;
     }
-    pen.globalCompositeOperation = "source-over";
+    blacken(); // behind one that is transparent
     pen.imageSmoothingQuality = "high";
     pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
     drawn = true;
@@ -69,6 +73,7 @@ export function createPicture(changed) {
     image.src = dataUrl;
     await image.decode().catch(() => null);
     if (!image.naturalWidth) return;
+    blacken();
     pen.drawImage(image, 0, 0, canvas.width, canvas.height);
     drawn = true;
     changed();
@@ -77,6 +82,7 @@ export function createPicture(changed) {
   canvas.addEventListener("pointerdown", (event) => {
     stroke = event.pointerId;
     canvas.setPointerCapture(stroke);
+    say("");
     pen.globalCompositeOperation = "source-over";
     pen.strokeStyle = "#fff";
     pen.lineCap = pen.lineJoin = "round";
@@ -97,6 +103,7 @@ export function createPicture(changed) {
     changed();
   });
   element("invert").addEventListener("click", () => {
+    say("");
     pen.globalCompositeOperation = "difference";
     pen.fillStyle = "#fff";
     pen.fillRect(0, 0, canvas.width, canvas.height);

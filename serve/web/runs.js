@@ -18,6 +18,12 @@ export function createRuns(now, onOutcome, onEnd) {
   const first = createPane("First answer", "");
   const second = createPane("Second answer", against);
   let [running, sweeping, two] = [null, false, false];
+  against.addEventListener("change", () => {
+    if (!writes(now().model)) return;
+    running?.abort();
+    second.clear(true); // its text is of other steps
+    element("difference").textContent = EXPLAINED;
+  });
   element("panes").append(first.node, second.node);
   second.node.hidden = true;
 
@@ -32,6 +38,7 @@ export function createRuns(now, onOutcome, onEnd) {
 
   function clear() {
     const { model } = now();
+    busy(false);
     for (const pane of [first, second]) pane.clear(writes(model));
     element("failure").hidden = true;
     element("difference").textContent = EXPLAINED;
@@ -144,8 +151,14 @@ export function createRuns(now, onOutcome, onEnd) {
     return words || failures.find(Boolean).message;
   }
 
+  /** Over the first answer: what it was made with, or else what it would be made with. */
+  function name() {
+    if (!running && !first.outcome() && !first.tokens.list().length) first.title.replaceChildren(now().name());
+  }
+
   async function run(pane, request, signal, painted) {
-    const { model, ladder } = now();
+    const { model, ladder, name: made } = now();
+    if (pane === first) first.title.replaceChildren(made());
     const outcome = await (request.writes
       ? pane.generate(request, ladder.full_steps, signal, () => { reveal(); painted(); })
       : pane.classify(request, signal));
@@ -181,7 +194,7 @@ export function createRuns(now, onOutcome, onEnd) {
 
   return {
     load, setTwo, send, sweep, cancel, stop, against,
-    isTwo: () => two, isRunning: () => running !== null, isSweeping: () => sweeping, seed: () => first.outcome()?.seed, name: (text) => first.title.replaceChildren(text),
+    isTwo: () => two, isRunning: () => running !== null, isSweeping: () => sweeping, seed: () => first.outcome()?.seed, name, clear,
   };
 }
 

@@ -5,6 +5,7 @@ It deliberately looks through the page alone: what the server answers has tests 
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -301,3 +302,81 @@ def test_a_ladder_without_latency_is_drawn_by_work(page: Page) -> None:
     expect(page.locator("#frontier .rung")).to_have_count(3)
     titles = re.compile("Quality against (work|latency)")
     expect(page.locator("#frontier-title")).to_have_text(titles)
+
+
+def test_a_hidden_field_keeps_nothing_from_being_sent(page: Page) -> None:
+    pick(page, "writer")
+    page.get_by_role("spinbutton", name="Temperature").fill("5")
+    pick(page, "critic")
+    page.get_by_role("button", name="Classify").click()
+    expect(page.locator(".pane .scores li").first).to_be_visible()
+
+
+def test_arrows_reach_every_deadline(page: Page) -> None:
+    pick(page, "critic")
+    page.route("**/ladder", lambda route: predictions(route, 1))
+    pick(page, "writer")
+    page.get_by_role("spinbutton", name="Tokens").fill("100")
+    turn(page, "Deadline")
+    slider = page.get_by_role("slider", name="Deadline")
+    for end, arrow, reached in (("Home", "ArrowRight", "100"), ("End", "ArrowLeft", "0")):
+        slider.press(end)
+        for _ in range(100):
+            slider.press(arrow)
+        expect(slider).to_have_value(reached)
+
+
+def test_the_heading_is_of_the_answer_below_it(page: Page) -> None:
+    pick(page, "writer")
+    page.get_by_role("spinbutton", name="Tokens").fill("5")
+    dial = page.get_by_role("slider", name="Number of steps")
+    dial.press("Home")
+    page.get_by_role("button", name="Generate").click()
+    pane = page.locator(".pane").first
+    expect(pane).to_contain_text("1 of 4 steps: as asked.")
+    dial.press("End")
+    expect(pane.locator("h3")).to_have_text("1 step")
+    page.get_by_role("button", name="Generate").click()
+    expect(pane.locator("h3")).to_have_text("4 steps")
+    turn(page, "Side by side")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#status")).to_contain_text(re.compile("differ|same"), timeout=20_000)
+    page.get_by_label("Steps of the second answer").select_option("2")
+    assert tokens(page, 1) == [] and len(tokens(page, 0)) == 5
+
+
+def test_a_model_that_is_left_while_it_writes_can_be_asked_again(page: Page) -> None:
+    pick(page, "slow")
+    page.get_by_role("spinbutton", name="Tokens").fill("2000")
+
+    def slowly(route: Route) -> None:
+        time.sleep(0.3)
+        route.continue_()
+
+    page.route("**/critic/ladder", slowly)
+    page.get_by_role("radio", name="critic").check(force=True)
+    page.keyboard.press("Control+Enter")  # before the other is there
+    expect(page.locator("#input-label")).to_have_text("Text")
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    pick(page, "writer")
+    expect(page.get_by_role("button", name="Generate")).to_have_attribute("aria-disabled", "false")
+
+
+def test_a_text_that_was_cut_is_said_to_be(page: Page) -> None:
+    pick(page, "critic")
+    page.get_by_role("textbox", name="Text", exact=True).fill("a fine film " * 200)
+    page.get_by_role("button", name="Classify").click()
+    pane = page.locator(".pane").first
+    expect(pane).to_contain_text("too long for the model: only a part of it was read")
+    page.get_by_role("textbox", name="Text", exact=True).fill("a fine film")
+    page.get_by_role("button", name="Classify").click()
+    expect(pane).not_to_contain_text("too long")
+
+
+def test_the_skip_link_goes_to_the_input_and_leaves_the_address(page: Page) -> None:
+    pick(page, "critic")
+    expect(page).to_have_url(re.compile("#model=critic"))
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#input")).to_be_focused()
+    expect(page).to_have_url(re.compile("#model=critic"))

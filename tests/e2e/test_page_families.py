@@ -102,6 +102,37 @@ def test_what_is_no_picture_is_said_to_be_none(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("no image that the browser can read")
 
 
+def test_a_picture_takes_the_place_of_another_and_of_its_fault(page: Page) -> None:
+    pick(page, "tiny-image")
+    chooser, canvas = page.get_by_label("Image file"), page.locator("#canvas")
+    scores = page.locator(".scores").first
+
+    def choose(content: bytes) -> None:
+        file = {"name": "one.png", "mimeType": "image/png", "buffer": content}
+        chooser.set_input_files(file)  # type: ignore[arg-type]  # as above
+
+    choose(picture("white"))
+    expect(scores.locator("li")).to_have_count(4)
+    stream = io.BytesIO()
+    Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(stream, "PNG")
+    choose(stream.getvalue())  # transparent: on black, not on the white one
+    page.wait_for_function(
+        "canvas => canvas.getContext('2d').getImageData(0, 0, 1, 1).data[0] === 0",
+        arg=canvas.element_handle(),
+    )
+    choose(b"text")
+    expect(page.locator("#picture-help")).to_contain_text("no image")
+    page.get_by_role("button", name="Invert").click()
+    expect(page.locator("#picture-help")).not_to_contain_text("no image")
+    page.get_by_role("button", name="Clear the picture").click()
+    expect(scores.locator("li")).to_have_count(0)  # no answer without a picture
+    choose(picture("white"))
+    expect(scores.locator("li")).to_have_count(4)
+    pick(page, "tiny-generate")
+    pick(page, "tiny-image")
+    expect(scores.locator("li")).to_have_count(4)  # it is still there
+
+
 def test_points_are_labelled_and_mistakes_explained(browser: Browser, server: Served) -> None:
     with opened(browser, server.url) as (page, complaints):
         pick(page, "tiny-points")

@@ -140,6 +140,18 @@ def test_a_link_restores_the_whole_state(browser: Browser, page: Page) -> None:
         other.goto(other.url.split("#")[0] + "#model=tiny-classify&by=steps&steps=2&text=again")
         expect(other.locator("#input")).to_have_value("again")
         expect(other.locator("#count")).to_have_text("2")
+        expect(other.get_by_role("radio", name="One answer")).to_be_checked()
+
+
+def test_a_link_keeps_what_was_left_empty(browser: Browser, page: Page) -> None:
+    pick(page, "tiny-generate")
+    for name in ("Tokens", "Temperature"):
+        page.get_by_role("spinbutton", name=name).fill("")
+    page.get_by_role("textbox", name="Prompt", exact=True).fill("")
+    with opened_again(browser, page) as other:
+        for name in ("Tokens", "Temperature"):
+            expect(other.get_by_role("spinbutton", name=name)).to_have_value("")
+        expect(other.get_by_role("textbox", name="Prompt", exact=True)).to_have_value("")
 
 
 def test_a_link_holds_a_drawing(browser: Browser, page: Page) -> None:
