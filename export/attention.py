@@ -459,6 +459,11 @@ class _NodeWriter:
 
 
 HEAD_WIDTH_MULTIPLE, ROTARY_MULTIPLE = 8, 16  # of the operator
+CACHED_HEADS = (
+    "the width of a head (model.width / model.heads) must be a multiple of "
+    f"{HEAD_WIDTH_MULTIPLE}, and the channels of it that rotary positions turn, of "
+    f"{ROTARY_MULTIPLE}"
+)
 
 
 def has_cached_form(velocity: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import torch
 
 from export.draft import UNCOMPARED, UNMEASURED, model_card
 from export.early import REFUSED
@@ -20,7 +21,7 @@ from export.half import OWN_WEIGHTS, Half, Products, chooses, half_caches, use_h
 from export.pieces import WeightsFile
 from export.quality import Measured, choose_default, compare, logits_of, named_rungs, range_of
 from export.run import CARD, check_target, sealed_trial
-from export.verify import VerificationError, allowed
+from export.verify import Expected, VerificationError, verify_rung
 from serve.bundle import (
     Bundle,
     Manifest,
@@ -131,14 +132,24 @@ def _tried(
 
 def _verified(opened: OpenedModel, reference: OpenedModel, rung: Rung, batch: Batch) -> Verified:
     """How far answers are from the float32 bundle's, and those were from float64."""
-    pair = [logits_of(one, rung.steps, batch).astype(np.float64) for one in (opened, reference)]
     known = reference.bundle.manifest.rung(rung.steps).verified
-    error = float(np.abs(pair[0] - pair[1]).max()) + known.max_abs_error
-    slack, floor = allowed(opened.bundle.manifest)
-    tolerance = slack * known.float32_error + floor * float(np.abs(pair[1]).max())
-    if not error <= tolerance:
+    expected = _expected(reference, rung.steps, batch, known.float32_error)
+    found = verify_rung(opened, rung, [expected])
+    error = found.max_abs_error + known.max_abs_error
+    if not error <= found.tolerance:
         raise VerificationError(
             f"the graph of {steps_in_words(rung.steps)} is off by {error:.3g}, above its tolerance "
-            f"{tolerance:.3g}. No bundle was kept."
+            f"{found.tolerance:.3g}. No bundle was kept."
         )
-    return Verified(error, tolerance, known.float32_error)
+    return dataclasses.replace(found, max_abs_error=error)
+
+
+def _expected(reference: OpenedModel, steps: int, batch: Batch, float32_error: float) -> Expected:
+    """What the float32 bundle answers."""
+    inputs = tuple(torch.as_tensor(each) for each in batch.inputs)
+    logits = logits_of(reference, steps, batch).astype(np.float64)
+    expected = Expected(inputs, logits, float32_error)
+    if reference.bundle.manifest.embedding is None:
+        return expected
+    pooled = reference.classifier(steps).embed(inputs[0].numpy()).astype(np.float64)
+    return dataclasses.replace(expected, embedding=Expected(inputs, pooled, float32_error))

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from export.attention import HEAD_WIDTH_MULTIPLE
+from export.attention import CACHED_HEADS
 from export.draft import TOKENIZER, draft_manifest, model_card
 from export.early import REFUSED, Jumps, certify
 from export.graph import Ladder, stitch, write_graphs
@@ -357,8 +357,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         if traced.task == "generate" and traced.caches is None:
             say(
                 "  no KV cache: every token computes the whole text before it again. For a cache "
-                "the width of a head (model.width / model.heads) must be a multiple of "
-                f"{HEAD_WIDTH_MULTIPLE}"
+                f"{CACHED_HEADS}"
             )
         # Rounded activations are too coarse for the outliers of pretrained models.
         floats = isinstance(model, ConvertedTransformer)
@@ -446,8 +445,7 @@ def _cache(request: ExportRequest, traced: Traced, name: str) -> Cache:
         return "none"
     raise ValueError(
         f"{name} keeps no keys and values between tokens, so there is nothing for --cache "
-        f"{request.cache} to make smaller: leave it out, or, of a generator, train with a "
-        f"model.width / model.heads that is a multiple of {HEAD_WIDTH_MULTIPLE}"
+        f"{request.cache} to make smaller: leave it out. For a cache {CACHED_HEADS}"
     )
 
 

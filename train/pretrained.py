@@ -21,7 +21,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -774,13 +774,24 @@ def _own_order(
     """
     if own is None or len(own) != classes:
         return None
-    order = list(range(classes))
     names, wanted = ([one.casefold() for one in each] for each in (own, labels or own))
-    numbered = [[form.format(i) for i in order] for form in ("{}", "label_{}")]
-    if names in numbered or wanted in numbered:
-        return order
-    same = {*names} == {*wanted} and len({*names}) == classes
-    return [names.index(one) for one in wanted] if same else None
+    if {*names} == {*wanted} and len({*names}) == classes:
+        return [names.index(one) for one in wanted]
+    rows, numbers = _numbers(names), _numbers(wanted)
+    if rows is None and numbers is None:
+        return None
+    # By number, since as words "10" comes before "2".
+    rows, numbers = rows or list(range(classes)), numbers or list(range(classes))
+    return [rows.index(number) for number in numbers]
+
+
+def _numbers(names: Sequence[str]) -> list[int] | None:
+    """The numbers that these classes have for names, if those are all from 0 on."""
+    for form in ("{}", "label_{}"):
+        numbered = [form.format(number) for number in range(len(names))]
+        if {*names} == {*numbered}:
+            return [numbered.index(name) for name in names]
+    return None
 
 
 def begin_with_layers(

@@ -105,8 +105,9 @@ class ModelBacklog:
         self._beside_s = beside_s
         self._loads: dict[LaneKey, LaneLoad] = {}
         for lane in lanes:
-            if lane.waiting or lane.occupants():
-                self._loads[lane.key] = self._load(lane)
+            inside = lane.occupants()  # once: on its own thread a row may leave meanwhile
+            if lane.waiting or inside:
+                self._loads[lane.key] = self._load(lane, inside)
         self._prefill_s = sum([load.prefill_s for load in self._loads.values()])
         decoding = [load.rows for key, load in self._loads.items() if key.kind == "generate"]
         self._decode_lanes = max(1, len(decoding))
@@ -188,8 +189,8 @@ class ModelBacklog:
                 most_s = max(most_s, load.prefill_s + tokens_s)
         return most_s
 
-    def _load(self, lane: CachedLane) -> LaneLoad:
-        key, inside, waiting = lane.key, lane.occupants(), len(lane.waiting)
+    def _load(self, lane: CachedLane, inside: Sequence[Job]) -> LaneLoad:
+        key, waiting = lane.key, len(lane.waiting)
         next_ones = [*inside, *islice(lane.waiting, self._max_rows)]
         positions = max([job.positions for job in next_ones])
         max_rows = max(len(inside), self._fitting(key, positions))

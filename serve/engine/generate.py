@@ -141,8 +141,8 @@ class GenerateLane:
 
     @property
     def nbytes(self) -> int:
-        batch = 0 if self.batch is None else self.batch.nbytes
-        return batch + (0 if self.prefill is None else self.prefill.nbytes)
+        held = [self.batch, self.prefill]  # either may leave meanwhile, on the engine's thread
+        return sum([one.nbytes for one in held if one is not None])
 
     @property
     def idle(self) -> bool:
@@ -173,10 +173,7 @@ class GenerateLane:
             self.prefilling, self.prefill, self.ready = None, None, False
         self.requeued = [job for job in self.requeued if job.state is not State.ENDED]
         if self.rows and all(job.state is State.ENDED for job in self.rows):
-            if self.calls:  # rows cannot leave before their token is whole
-                self.drop_batch()
-            else:
-                self.leave(list(self.rows))
+            self.drop_batch()
 
     def read(self, job: Job) -> None:
         """Begin the job's prefill. One at a time, so that one prompt's memory is enough."""
@@ -199,8 +196,8 @@ class GenerateLane:
         """All rows are as long as the longest, and buffers keep the size they once had. A prompt is
         prefilled beside the batch and then copied into it.
         """
-        inside = self.occupants()
-        held_bytes = 0 if self.batch is None else self.batch.nbytes
+        inside, batch = self.occupants(), self.batch
+        held_bytes = 0 if batch is None else batch.nbytes
         jobs = inside if extra is None else [*inside, extra]
         if not jobs:
             return held_bytes
@@ -301,6 +298,7 @@ class Decoded(NamedTuple):
     failed: dict[GenerateLane, Exception]  # lanes whose batch is lost
     longest: int  # cached positions of a row of the first part
     events: list[tuple[Job, Event]]  # of lanes whose token ends
+    lost: dict[GenerateLane, Exception]  # lanes whose batch was lost behind that token
 
 
 class Prefilled(NamedTuple):
@@ -483,8 +481,8 @@ class Decoding:
         for part in parts:
             if part.begins:
                 part.lane.begun_s = begun_s
-        events = self._end_token([part for part in parts if part.ends], found)
-        return Decoded(begun_s, ran_s, failed, longest, events)
+        events, lost = self._end_token([part for part in parts if part.ends], found)
+        return Decoded(begun_s, ran_s, failed, longest, events, lost)
 
     def _compute(self, parts: Sequence[DecodePart]) -> dict[GenerateLane, FloatArray]:
         """Logits (B, V) of lanes whose token ends."""
@@ -549,10 +547,14 @@ class Decoding:
 
     def _end_token(
         self, parts: Sequence[DecodePart], found: Mapping[GenerateLane, FloatArray]
-    ) -> list[tuple[Job, Event]]:
-        """Choose a token for each job from its logits (B, V); rows that are over leave."""
+    ) -> tuple[list[tuple[Job, Event]], dict[GenerateLane, Exception]]:
+        """Choose a token for each job from its logits (B, V); rows that are over leave.
+
+        Also the lanes whose batch was lost when a row left it: the memory may be full.
+        """
+        lost: dict[GenerateLane, Exception] = {}
         if not parts:
-            return []
+            return [], lost
         logits = [found[part.lane] for part in parts]
         jobs = [job for part in parts for job in part.jobs]
         events = accept_tokens(jobs, logits[0] if len(logits) == 1 else np.concatenate(logits))
@@ -566,15 +568,18 @@ class Decoding:
                 elif length >= work.request.window:
                     lane.requeued.append(job)
                     over.append(job)
-            lane.leave(over)
-        return events
+            try:
+                lane.leave(over)
+            except Exception as error:
+                lost[lane] = error
+        return events, lost
 
     # Apply.
 
     def apply(self, call: Call, result: Decoded | Exception) -> Deliveries:
         assert isinstance(result, Decoded), "run catches what the runtime throws"
         model, planned = self.model, call.what
-        begun_s, ran_s, failed, longest, events = result
+        begun_s, ran_s, failed, longest, events, lost = result
         parts = [part for part in planned if part.lane not in failed]
         single = len(planned) == len(parts) == 1 and parts[0].whole
         if parts:
@@ -590,6 +595,11 @@ class Decoding:
             if part.ends:
                 model.cost.observe_usual((part.lane.key, "decode"), ran_s - part.lane.begun_s)
         deliveries += take_in(model, events, ran_s)
+        for lane, error in lost.items():  # with the tokens that it had
+            kept = lane.requeued  # they are read again
+            rows = [job for job in lane.rows if job.state is not State.ENDED and job not in kept]
+            deliveries += model.fail(lane.key, rows, error)
+            lane.drop_batch()
         if single:  # in a shared call others would make it seem slower
             # Including what follows the call, since the next call waits for that too.
             (part,), spent_s = parts, model.common.clock() - begun_s

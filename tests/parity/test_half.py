@@ -9,6 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from onnx import numpy_helper
 
 from export.__main__ import main
 from export.half import Half, Products, to_half, use_half
@@ -16,6 +17,7 @@ from export.half_bundle import halve_bundle
 from export.inspect import describe
 from export.pieces import OPSET
 from export.run import ExportRequest, export_run
+from export.verify import VerificationError
 from serve.bundle import Bundle, read_bundle
 from serve.runtime import open_model
 from serve.runtime.protocol import IntArray, largest_row
@@ -107,6 +109,27 @@ def test_a_classifier_too_in_half_the_file(
     for rung in bundle.manifest.rungs:
         graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False).graph
         assert {node.domain for node in graph.node} == {""}
+
+
+@pytest.mark.parametrize("shape", ["whole", "steps"])
+def test_a_graph_of_either_kind_that_is_wrong_is_found(
+    written: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """A rung has a graph of all its steps beside those of one step that the server runs."""
+
+    def broken(model: onnx.ModelProto, half: Half, products: Products) -> None:
+        if (shape == "whole") == (products != "own"):
+            for tensor in model.graph.initializer:
+                values = numpy_helper.to_array(tensor)
+                if values.ndim == 2 and values.dtype == np.float32 and min(values.shape) > 60:
+                    tensor.CopyFrom(numpy_helper.from_array(values * 0, tensor.name))
+        use_half(model, half, products)
+
+    monkeypatch.setattr("export.half_bundle.use_half", broken)
+    floats, target = read_bundle(ZOO), tmp_path / "b"
+    with pytest.raises(VerificationError, match="off by"):
+        halve_bundle(floats, target, "fp16", lambda: iter([written]), lambda line: None)
+    assert not target.exists()
 
 
 @HALVES

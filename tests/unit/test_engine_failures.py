@@ -9,7 +9,7 @@ import pytest
 from serve.engine.job import Limits
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
-from tests.fake_model import Mood
+from tests.fake_model import FakeBatch, Mood
 
 
 def test_not_a_number_fails_one_request_only() -> None:
@@ -68,6 +68,26 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
         bench.mood.open_rows = 0  # the batch that threw was dropped with its rows in it
         assert generated(bench.generate("a", 6)[1]).text == "bcdefg"
         assert bench.idle()
+
+
+def test_a_row_that_cannot_leave_costs_its_batch_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device a smaller block is made beside the old one: the memory may be full."""
+
+    def remove(batch: FakeBatch, row: int) -> None:
+        raise MemoryError
+
+    with running() as bench:
+        bench.mood.gate.clear()
+        short, long = (bench.generate("a", tokens)[1] for tokens in (3, 9))
+        with monkeypatch.context() as patched:
+            patched.setattr(FakeBatch, "remove", remove)
+            bench.mood.gate.set()
+            assert generated(short).text == "bcd"
+            assert long.error().code == "model_failure"
+        bench.mood.open_rows = 0  # the batch was dropped with its rows in it
+        assert generated(bench.generate("a", 6)[1]).text == "bcdefg"
 
 
 def test_a_prompt_that_throws_leaves_the_rows_beside_it() -> None:

@@ -18,6 +18,7 @@ from train.pretrained import (
     Original,
     PretrainedError,
     _licence,
+    _own_order,
     apart,
     converted,
     converted_from,
@@ -101,6 +102,18 @@ def test_a_readout_is_taken_in_the_order_of_the_labels_of_the_data(tmp_path: Pat
         assert torch.equal(numbered(tokens).logits, own)
     other = converted(original, 3, labels=("sport", "trade", "art"))
     assert not other.origin["encoder"]["dense"]  # a new readout for other classes
+
+
+def test_numbered_classes_are_met_by_their_number() -> None:
+    """The labels of data are sorted as words: "10" comes before "2"."""
+    data = tuple(sorted(map(str, range(12))))
+    numbers = [int(label) for label in data]
+    named = tuple(f"class {number}" for number in range(12))
+    for own in (tuple(f"LABEL_{number}" for number in range(12)), named):
+        assert _own_order(own, 12, data) == numbers
+    assert _own_order(data, 12, data) == list(range(12))
+    assert _own_order(data, 12, named) == [data.index(str(number)) for number in range(12)]
+    assert _own_order(named, 12, tuple("abcdefghijkl")) is None
 
 
 @pytest.mark.parametrize(
