@@ -7,6 +7,8 @@
 #   docker run --rm --publish 127.0.0.1:8000:8000 stepdial
 #   docker run --rm --publish 127.0.0.1:8000:8000 --volume "$PWD/my-bundle:/bundle:ro" stepdial /bundle
 #
+# For another port inside, --env STEPDIAL_PORT=9000: the health check reads that, and no --port.
+#
 # With the GPU runtimes:
 #
 #   docker build --build-arg RUNTIME=gpu --tag stepdial:gpu .

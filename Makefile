@@ -40,7 +40,7 @@ help:
 	@echo 'make e2e     only the tests that start the real server'
 	@echo 'make fuzz    look for inputs that break a rule (needs a network once; FUZZ=bodies SECONDS=3600)'
 	@echo 'make load    30 seconds of mixed load against http://$(HOST):$(PORT)'
-	@echo 'make bench   measure what the README states'
+	@echo 'make bench   measure RESULTS.md again; the README: python -m benchmarks.readme --measure'
 	@echo 'make image   build the Docker image $(IMAGE) (RUNTIME=gpu for NVIDIA)'
 	@echo 'make lock    write locks/ again: exact releases for the image and CI (needs a network)'
 	@echo 'make setup   create $(VENV) with everything for development, and the pre-commit hook'

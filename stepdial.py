@@ -188,14 +188,14 @@ def _forward(name: str, arguments: list[str]) -> int:
             raise
         print(
             f"stepdial {name} needs packages that are not installed here (first: {missing}). "
-            f"Install them: {_install(command.extra)}",
+            f"Install them: {install_command(command.extra)}",
             file=sys.stderr,
         )
         return 1
     return int(status or 0)
 
 
-def _install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command that installs an extra: of the source that this file is part of, if it is."""
     source = Path(OwnPackages.folder)
     if not (source / "pyproject.toml").is_file():

@@ -36,6 +36,7 @@ stepdial train logic-discrete --out "$runs/logic-plain4" --set model.layers=4
 # classifiers two layers of the same encoder, with the same teacher and as many iterations.
 stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" \
     --out "$runs/shakespeare-discrete" "${discrete[@]}" --set optim.iterations=9800
+stepdial train mnist-any --data "$data/mnist" --out "$runs/digits-discrete" "${discrete[@]}"
 stepdial convert "$minilm" --recipe sentiment --data "$data/imdb" --out "$runs/sentiment-discrete" \
     --steps 1 --epochs 2 "${reviews[@]}" --teacher "$runs/sentiment/teacher"
 stepdial convert "$minilm" --recipe topics --data "$data/ag_news" --out "$runs/topics-discrete" \

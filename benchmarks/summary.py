@@ -112,10 +112,10 @@ def _quality(kept: Kept) -> str:
         return kept.cell("quality", "value", model, what)
 
     found = [
-        f"{model} {value(model, f'steps {kept.most_steps(model)}'):.3f} against "
-        f"{value(model, 'discrete transformer'):.3f}, a bag of words "
-        f"{value(model, 'bag of words'):.3f}, and all six layers, as slow as three steps, "
-        f"{value(model, 'all layers of the original'):.3f}"
+        f"{model} {value(model, f'steps {kept.most_steps(model)}'):.4f} against "
+        f"{value(model, 'discrete transformer'):.4f}, a bag of words "
+        f"{value(model, 'bag of words'):.4f}, and all six layers, as slow as three steps, "
+        f"{value(model, 'all layers of the original'):.4f}"
         for model in ("sentiment", "topics")
     ]
     loss = f"{value('shakespeare', 'steps 8'):.3f} against "

@@ -15,7 +15,7 @@ from loadtest.plan import REFUSALS, Plan
 from loadtest.schedule import DEFAULT_URL
 from loadtest.search import MeasuringEndedError
 from loadtest.target import TargetError, checked_address, left_out, read_key, read_offers
-from stepdial import Options
+from stepdial import Options, install_command
 
 _ABOUT = (
     "Send a mix of step counts to a running server and report per step count. "
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in ("locust", "matplotlib") if not importlib.util.find_spec(name)]
     if missing:
         needs = " and ".join(missing)
-        print(f"stepdial loadtest needs {needs}: pip install -e '.[loadtest]'", file=sys.stderr)
+        print(f"stepdial loadtest needs {needs}: {install_command('loadtest')}", file=sys.stderr)
         return 1
     if compares:
         # Draws pictures, which takes a second to load: only those who compare wait for it.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from serve.engine.job import Job
 from serve.exchange import Exchange
 from serve.settings import SettingsError
+from stepdial import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -122,9 +123,8 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
         )
     if not all(map(_installed, _PACKAGES)):
         _log.warning(
-            "%s is set, but OpenTelemetry is not installed, so there are no traces: "
-            "pip install -e '.[otel]'",
-            next(name for name in _ENDPOINTS if environ.get(name)),
+            "%s is set, but OpenTelemetry is not installed, so there are no traces: %s",
+            *(next(name for name in _ENDPOINTS if environ.get(name)), install_command("otel")),
         )
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

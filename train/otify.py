@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stepdial import install_command
 from train.blocks import Attention, Block, BlockVelocity
 from train.model import Embedding, OTTransformer
 from train.ode import Depth, Embedded
@@ -91,7 +92,8 @@ def _pretrained_model() -> type[nn.Module]:
         from transformers import PreTrainedModel
     except ImportError:
         raise ImportError(
-            "otify wraps models of transformers, which is not installed: pip install -e '.[otify]'"
+            "otify wraps models of transformers, which is not installed: "
+            f"{install_command('otify')}"
         ) from None
     return PreTrainedModel
 

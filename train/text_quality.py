@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from stepdial import install_command
 from train.checkpoint import Run, load_run, read_facts
 from train.data import open_dataset
 from train.data.batch import Batch, Dataset
@@ -235,7 +236,7 @@ def check_texts(folder: Path, samples: int, bert_folder: Path | None) -> None:
         raise ValueError(f"--texts is for decoders, which write texts: {folder} is none")
     for name in ("sacrebleu", "rouge_score"):
         if not find_spec(name):
-            raise ValueError(f"--texts needs {name}: pip install -e '.[train]'")
+            raise ValueError(f"--texts needs {name}: {install_command('train')}")
     if bert_folder is not None and (missing := _lacks_bert(bert_folder)):
         raise ValueError(f"--bertscore: {missing}")
 

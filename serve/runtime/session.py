@@ -33,6 +33,7 @@ from serve.bundle import (
 from serve.bundle.part import Part, between, part, several
 from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
 from serve.runtime.protocol import Device, DeviceName, FloatArray, IntArray, RowArray
+from stepdial import install_command
 
 # By name: the ONNX type and the shape. A word in a shape stands for any size, None for any shape,
 # an empty type for any type.
@@ -240,7 +241,7 @@ def _up_to(most: int) -> tuple[int, int, int]:
 
 Provider = tuple[str, dict[str, str]]
 
-INSTALL = "pip install '.[gpu]' in an environment without onnxruntime, which excludes it"
+INSTALL = f"{install_command('gpu')} in an environment without onnxruntime, which excludes it"
 _CPU: Provider = ("CPUExecutionProvider", {})
 _NAMES = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 _DRIVER = "libcuda.so.1"

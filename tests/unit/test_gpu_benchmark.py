@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_what_is_missing(
     assert "no usable NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     assert main([str(translator)]) == NO_GPU
-    assert "pip install '.[gpu]'" in capsys.readouterr().err
+    assert "pip install -e '.[gpu]'" in capsys.readouterr().err
     assert main([str(translator / "nothing")]) == UNUSABLE
 
 

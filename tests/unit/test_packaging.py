@@ -250,3 +250,10 @@ def test_the_image_is_built_from_files_that_exist_and_are_let_in() -> None:
     for name in copied:
         assert (ROOT / name).exists(), f"the Dockerfile copies {name}, which does not exist"
     assert copied == let_in, "the Dockerfile and .dockerignore disagree on what goes in"
+
+
+def test_the_python_of_ci_has_exact_releases() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    version = re.search(r'python-version: "3\.(\d+)"', workflow)
+    assert version is not None
+    assert (ROOT / "locks" / f"dev-py3{version[1]}-linux-x86_64.txt").is_file()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from stepdial import install_command
 from train.data.batch import Batch, Sizes, as_tensor
 from train.data.tables import DataError, digest_of
 from train.recipe import DataConfig
@@ -392,7 +393,7 @@ def documents(source: str) -> Iterator[str]:
         import datasets
     except ImportError:
         raise DataError(
-            "reading a stream needs the package datasets: pip install -e '.[stream]'"
+            f"reading a stream needs the package datasets: {install_command('stream')}"
         ) from None
     path = Path(source)
     found = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
