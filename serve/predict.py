@@ -263,8 +263,9 @@ def _words(row: dict[str, Any], columns: list[str], where: str) -> _Text:
     for column, cell in zip(columns, cells, strict=True):
         if isinstance(cell, dict | list):
             raise ValueError(f"{where}: {column} is no text: {json.dumps(cell)[:60]}")
-    # What is missing is null or NaN, the only value that does not equal itself.
-    text = " ".join(str(cell) for cell in cells if cell is not None and cell == cell)
+    # What is missing is null or NaN, the only value that does not equal itself. It is an empty
+    # text, as in training and in a CSV file.
+    text = " ".join("" if cell is None or cell != cell else str(cell) for cell in cells)
     return _Text(text.split(" "), listed=False)
 
 

@@ -261,6 +261,11 @@ def average_checkpoints(folder: Path, wanted: int) -> None:
     write_atomically(folder / MODEL, save(mean, {"iteration": str(last[-1][0])}))
 
 
+def load_newest(folder: Path, model: nn.Module) -> None:
+    """Take over the weights that a run has kept last."""
+    load_weights(model, _read(folder / MODEL)[0])
+
+
 def _checkpoints(kept: Path) -> list[tuple[int, Path]]:
     """Iterations and files, the oldest first."""
     return sorted((int(path.stem), path) for path in kept.glob("[0-9]*.safetensors"))

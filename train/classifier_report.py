@@ -97,9 +97,14 @@ class Baseline:
         if self.accuracy is None:
             said = f"There is no bag of words to compare with: {why}."
         else:
-            better = (
-                "the model should do better" if self.accuracy < 1 else "the model is not needed"
-            )
+            counts = Counter(label for _, label in test)
+            chance = max(counts.values()) / len(test)
+            if at_chance(round(self.accuracy * len(test)), len(test), chance):
+                better = "too few rows to tell it from always giving the same answer"
+            elif self.accuracy < 1:
+                better = "the model should do better"
+            else:
+                better = "the model is not needed"
             said = (
                 "A bag of words (TF-IDF and logistic regression) labels "
                 f"{100 * self.accuracy:.1f} % of the {len(test):,} held-out rows right: {better}."
@@ -128,15 +133,21 @@ def bag_of_words(train: Rows, test: Rows) -> float | None:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
-    model = make_pipeline(
-        TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2, max_features=200_000),
-        LogisticRegression(C=10.0, max_iter=200),
-    )
-    try:
-        model.fit([text for text, _ in train], [label for _, label in train])
-    except ValueError:
-        return None
-    return float(model.score([text for text, _ in test], [label for _, label in test]))
+    for pattern in (r"(?u)\b\w\w+\b", r"(?u)\b\w+\b"):  # words of one letter where none is longer
+        words = TfidfVectorizer(
+            ngram_range=(1, 2),
+            sublinear_tf=True,
+            min_df=2,
+            max_features=200_000,
+            token_pattern=pattern,
+        )
+        model = make_pipeline(words, LogisticRegression(C=10.0, max_iter=200))
+        try:
+            model.fit([text for text, _ in train], [label for _, label in train])
+        except ValueError:
+            continue
+        return float(model.score([text for text, _ in test], [label for _, label in test]))
+    return None
 
 
 def _rows_of(recipe: Recipe) -> tuple[Rows, Rows]:
@@ -153,13 +164,13 @@ def print_report(report: ClassifierReport) -> None:
     for steps, hits in report.hits.items():
         low, high = wilson(hits, report.rows)
         print(f"{steps:>13}  {hits / report.rows:8.4f}  {low:.4f} to {high:.4f}")
-    best = max(report.hits.values()) / report.rows
+    most = max(report.hits.values())
     if report.baseline is not None:
-        print(f" bag of words  {report.baseline:8.4f}  TF-IDF and logistic regression")
+        print(f" bag of words  {report.baseline:8.4f}  TF-IDF and logistic regression, of all rows")
     print(f"always the same {report.chance:6.4f}  the most frequent class")
-    if at_chance(max(report.hits.values()), report.rows, report.chance):
+    if at_chance(most, report.rows, report.chance):
         print("WARNING: this is not shown to be better than always answering the same class")
-    elif report.baseline is not None and best < report.baseline:
+    elif report.baseline is not None and most / report.rows < report.baseline:
         print("WARNING: a bag of words is more accurate, and far cheaper: see docs/own-data.md")
     print()
     for line in confusion_lines(report):

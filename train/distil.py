@@ -32,6 +32,7 @@ from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
 from train.model import OTTransformer, Output, Stepped
 from train.ode import mean_square
+from train.recipe import Recipe
 from train.schedule import steps_of
 
 ROWS_AT_ONCE = 64
@@ -102,7 +103,7 @@ def distance(mine: Waypath, aim: Waypath, present: Tensor | None) -> Tensor:
     return torch.stack(shared).mean()
 
 
-def check_teacher(folder: Path, dataset: Dataset) -> None:
+def check_teacher(folder: Path, dataset: Dataset, recipe: Recipe) -> None:
     """Refuse a teacher that answers something else; it must know the same tokens and classes."""
     facts = read_facts(folder)
     iteration_of(folder / MODEL)  # its weights are there
@@ -110,6 +111,12 @@ def check_teacher(folder: Path, dataset: Dataset) -> None:
     if facts.get("labels") != labels:
         raise RunError(
             f"the teacher {folder} has the classes {facts.get('labels')}, but the data {labels}"
+        )
+    width, theirs = recipe.model.width, facts["recipe"]["model"]["width"]
+    if recipe.teacher.states and width != theirs:
+        raise RunError(
+            f"teacher.states compares states, but model.width is {width} here and {theirs} in "
+            f"{folder}: leave it out, or train a model as wide"
         )
     if facts.get("data_sha256") != dataset.digest:
         raise RunError(

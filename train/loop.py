@@ -33,6 +33,7 @@ from train.checkpoint import (
     keep_for_average,
     load_best,
     load_checkpoint,
+    load_newest,
     load_original,
     lock_run,
     new_model,
@@ -157,7 +158,7 @@ def train(
             tokenizer = read_tokenizer(trained)
         dataset = open_dataset(recipe, tokenizer)
         if teacher is not None:
-            check_teacher(teacher, dataset)
+            check_teacher(teacher, dataset, recipe)
         if devices.main and isinstance(dataset, LabelledDataset | TagDataset):
             dataset.warn_of_unseen()
         torch.manual_seed(recipe.run.seed)
@@ -424,8 +425,11 @@ class TrainingLoop:
                     if self.devices.main:
                         print(f"stopped after iteration {done}; run the same command to go on")
                     raise KeyboardInterrupt
-        if optim.average and self.devices.main:
-            average_checkpoints(self.folder, optim.average)
+        if optim.average:
+            if self.devices.main:
+                average_checkpoints(self.folder, optim.average)
+            self.devices.wait()
+            load_newest(self.folder, self.model)
         # Endings are kept as they end: the rate has fallen to nothing by then, and some thousand
         # rows cannot tell them from what they were.
         if best is not None and not optim.endings and self.devices.main:

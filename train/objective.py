@@ -213,14 +213,18 @@ def task_loss(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None
 ) -> Tensor:
     """Mean cross-entropy in nats, per token or per row; weighted if the classes have weights."""
-    classes = logits.shape[-1]
-    return F.cross_entropy(
-        logits.float().reshape(-1, classes),
-        targets.reshape(-1),
-        weight=weights,
-        label_smoothing=smoothing,
-        ignore_index=IGNORED,
+    each = logits.float().reshape(-1, logits.shape[-1])
+    flat = targets.reshape(-1)
+    if weights is None:
+        return F.cross_entropy(each, flat, label_smoothing=smoothing, ignore_index=IGNORED)
+    # A row has the weight of its own class, 1 in the mean of all rows. torch's own weights would
+    # give what smoothing moves to a rare class the weight of that class, and so draw every row
+    # towards it; and they would count a common row for more where a batch has no rare one.
+    losses = F.cross_entropy(
+        each, flat, label_smoothing=smoothing, ignore_index=IGNORED, reduction="none"
     )
+    counted = flat != IGNORED
+    return (losses * counted * weights[flat.clamp(min=0)]).sum() / counted.sum()
 
 
 def divergence(
@@ -237,7 +241,7 @@ def divergence(
     flat = targets.reshape(-1)
     counted = (flat != IGNORED).float()
     if weights is not None:
-        counted = counted * weights[flat.clamp(min=0)]
+        each = each * weights[flat.clamp(min=0)]
     return (each * counted).sum() / counted.sum()
 
 

@@ -252,7 +252,7 @@ class Recipe:
                 self.optim.class_weights == "equal"
                 or (self.data.kind == "table" and self.model.family == "encoder")
             ),
-            **_teacher_rules(self.teacher),
+            **_teacher_rules(self.teacher, self.data),
             **_depth_rules(self.model, self.steps, self.optim),
             **_dial_rules(self.model, self.steps),
             "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
@@ -446,8 +446,11 @@ def _dial_rules(model: ModelConfig, steps: StepsConfig) -> dict[str, bool]:
     }
 
 
-def _teacher_rules(teacher: TeacherConfig) -> dict[str, bool]:
+def _teacher_rules(teacher: TeacherConfig, data: DataConfig) -> dict[str, bool]:
     return {
+        "teacher.states must be 0 for a translator, which has states of two kinds": (
+            not teacher.states or data.kind != "pairs"
+        ),
         "teacher.weight must be in [0, 1]": 0 <= teacher.weight <= 1,
         "teacher.temperature must be above 0": teacher.temperature > 0,
         "teacher.states must not be negative": teacher.states >= 0,

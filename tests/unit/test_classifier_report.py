@@ -17,6 +17,7 @@ from train.classifier_report import (
     ClassifierReport,
     _rows_of,
     at_chance,
+    bag_of_words,
     confusion_lines,
     print_report,
 )
@@ -293,3 +294,18 @@ def test_the_progress_line_counts_what_iterations_cost(
     assert trained(tmp_path, "optim.iterations=12") == 0
     shown = capsys.readouterr().err
     assert "run: 100%|" in shown and "00:00 left, loss=" in shown and "accuracy@2=" in shown
+
+
+def test_a_bag_of_words_of_one_letter_and_one_of_too_few_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = [(f"{'x y' if one else 'z'} q", "ab"[one]) for one in (0, 1) * 20]
+    assert bag_of_words(letters, letters) == 1.0
+    table = tmp_path / "table.csv"
+    table.write_text("text,label\n" + "one a,a\n" * 40 + "two b,b\n")
+    flags = [part for one in TINY for part in ("--set", one)]
+    words = ["train", "classifier", "--data", str(table), "--out", str(tmp_path / "run")]
+    assert main([*words, *flags, "--set", "optim.iterations=1"]) == 0
+    said = capsys.readouterr().out
+    assert "too few rows to tell it from always giving the same answer" in said
+    assert "the model is not needed" not in said

@@ -22,7 +22,7 @@ import serve
 from serve.api.body import TokenLabel
 from serve.errors import ImpossibleBudget, InvalidField, ServeError, Unprocessable
 from serve.local import LocalModel
-from serve.predict import _label_of_each, _Text
+from serve.predict import _label_of_each, _Text, _words
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -286,6 +286,13 @@ def test_predict_reads_standard_input(kind: str, flags: tuple[str, ...], mark: b
     rows = list(csv.DictReader(lines, delimiter="," if kind == "csv" else "\t"))
     assert [row["predicted_label"] for row in rows] == ["Business", "Sports"]
     assert [row["id"] for row in rows] == ["1", "2"]
+
+
+def test_what_is_missing_is_an_empty_text_in_every_kind_of_table() -> None:
+    columns = ["title", "body"]
+    read = [_words(row, columns, "row 1") for row in ({"title": "a"}, {"title": "a", "body": ""})]
+    read += [_words({"title": "a", "body": None}, columns, "row 1")]
+    assert [one.words for one in read] == [["a", ""]] * 3  # "a ", as in training
 
 
 @pytest.mark.parametrize("pack", [gzip, lzma], ids=["gz", "xz"])

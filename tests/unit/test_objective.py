@@ -197,3 +197,25 @@ def test_a_chain_and_its_adaptive_solution_count_their_evaluations() -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.velocity.parameters())
     model.tolerance = None
     assert model(TOKENS, steps=4, method="heun").evaluations == 3 * 4 * 2
+
+
+def test_smoothing_draws_no_row_towards_a_class_of_more_weight() -> None:
+    """At 99 rows to 1 the best answer to a common row is the common class all the same."""
+    weights = torch.tensor([100 / 198, 100 / 2])
+    rows = torch.arange(2).repeat_interleave(torch.tensor([99, 1]))
+    logits = torch.zeros(2, 2, requires_grad=True)  # one answer for each class of row
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = task_loss(logits[rows], rows, 0.05, weights)
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    shares = logits.detach().softmax(-1)
+    torch.testing.assert_close(
+        shares, torch.tensor([[0.975, 0.025], [0.025, 0.975]]), atol=1e-3, rtol=0
+    )
+    once = task_loss(logits.detach()[rows], rows, 0.05, torch.ones(2))
+    torch.testing.assert_close(once, task_loss(logits.detach()[rows], rows, 0.05))

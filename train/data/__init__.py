@@ -73,8 +73,11 @@ def open_measured(recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, 
     known, alone = (dataclasses.replace(one, test=test) for one in (data, recipe.data))
     try:  # with its classes: another table need not have a row of each
         dataset = open_dataset(dataclasses.replace(recipe, data=known), tokenizer)
-    except DataError:  # it has others: the check below says which
-        dataset = open_dataset(dataclasses.replace(recipe, data=alone), tokenizer)
+    except DataError as error:  # it may have others: the check below says which
+        try:
+            dataset = open_dataset(dataclasses.replace(recipe, data=alone), tokenizer)
+        except DataError:
+            raise error from None
     check_same_meaning(dataset, recipe, facts)
     if facts.get("data_sha256") in (None, dataset.digest):
         if known == data:

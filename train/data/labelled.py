@@ -237,11 +237,14 @@ class LabelledDataset:
         """Say what a training will not see: the rest of long texts, classes without rows."""
         if self.longer:
             _log.warning(
-                "%d of the %d texts to train on have more than %d tokens and are cut: a larger "
-                "model.window (of `convert` --max-tokens) reads more of them",
+                "%d of the %d texts to train on have more than %d tokens and are cut: %s would "
+                "keep more of them",
                 self.longer,
                 len(self._used),
                 len(max((ids for ids, _ in self._used), key=len)),
+                "larger data.head and data.tail (together no more than model.window)"
+                if any(self._cut[1:])
+                else "a larger model.window (of `convert` --max-tokens)",
             )
         unseen = [
             label for label, rows in zip(self.labels, self.class_counts, strict=True) if not rows
