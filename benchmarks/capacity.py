@@ -112,9 +112,12 @@ def service_times(dial: Result) -> dict[str, float]:
 
 
 def most_memory_mb(soak: Result) -> float:
-    """The most memory that one server of the zoo had under load."""
+    """The most memory that one server of the zoo had under load.
+
+    PSS, since pages of caches are mapped at several places, and RSS counts each.
+    """
     memory = soak.tables[1]
-    column = memory.columns.index("RSS MB")
+    column = memory.columns.index("PSS MB")
     (found,) = (row[column] for row in memory.rows if row[0] == "most under load")
     assert isinstance(found, int | float)
     return float(found)

@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,11 @@ class Callee:
             return cls(bundle.manifest, ())
         longest = text_of(TextCodec(bundle), window_of(bundle.manifest))
         return cls(bundle.manifest, tuple(longest.split(" ")))
+
+
+def callees_of(bundles: Iterable[Bundle]) -> list[Callee]:
+    """Those that read any words. Others of the zoo are served, and not asked."""
+    return [Callee.of(one) for one in bundles if one.manifest.task in ("classify", "generate")]
 
 
 class Caller:
@@ -293,7 +298,7 @@ class Run:
 def measure_long(
     chosen: Options, seconds: float, load: float, keep: Path, provenance: Provenance
 ) -> Result:
-    callees = [Callee.of(bundle) for bundle in chosen.read()]
+    callees = callees_of(chosen.read())
     keep.write_text("", encoding="utf-8")
     print(f"a line a minute is kept in {keep}", flush=True)
     with running_server(chosen.bundles) as server:
@@ -505,7 +510,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(chosen: Options, clients: int, seconds: float, provenance: Provenance) -> Result:
-    callees = [Callee.of(bundle) for bundle in chosen.read()]
+    callees = callees_of(chosen.read())
     settle_s = 0.2 if chosen.quick else SETTLE_S
     with running_server(chosen.bundles) as server:
         time.sleep(settle_s)
