@@ -21,6 +21,7 @@ from train.families import RungeKuttaStack
 from train.model import Embedding, Prelude
 
 CONTRIB = "com.microsoft"
+FUSED = "MultiHeadAttention"  # of that domain
 CACHED = "GroupQueryAttention"
 # Added to a score it leaves nothing of it and, unlike infinity, never makes a NaN.
 NEVER = -1e30
@@ -155,6 +156,24 @@ def write_out_caches(model: onnx.ModelProto, kind: int) -> None:
     graph.input.extend(kept)
     graph.node.extend(write.nodes)
     graph.initializer.extend(write.constants.values())
+    _leave_contrib(model)
+
+
+def write_out_fused(model: onnx.ModelProto) -> None:
+    """Have a classifier's step attend in plain operators, in place."""
+    graph, write = model.graph, _NodeWriter()
+    for node in graph.node:
+        if node.op_type == FUSED and node.domain == CONTRIB:
+            write.plainly(node)
+        else:
+            write.nodes.append(node)
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(write.nodes)
+    graph.initializer.extend(write.constants.values())
+    _leave_contrib(model)
+
+
+def _leave_contrib(model: onnx.ModelProto) -> None:
     plain = [one for one in model.opset_import if one.domain != CONTRIB]
     del model.opset_import[:]
     model.opset_import.extend(plain)
@@ -327,7 +346,7 @@ class _NodeWriter:
             v = self._node("Mul", [v, self._present(mark.mask, 2)], f"{y}/v/present")
         self.nodes.append(
             helper.make_node(
-                "MultiHeadAttention",
+                FUSED,
                 [q, k, v],
                 [y],
                 name=y,
@@ -336,6 +355,23 @@ class _NodeWriter:
                 scale=d**-0.5,
             )
         )
+
+    def plainly(self, node: onnx.NodeProto) -> None:
+        """What the operator computes, which is given q, k and v as (B, N, H d) and no mask."""
+        y = node.output[0]
+        facts = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+        by_head = [self._by_head(part, facts["num_heads"], -1) for part in node.input]
+        orders = {"queries": [0, 2, 1, 3], "keys": [0, 2, 3, 1], "values": [0, 2, 1, 3]}
+        heads = [
+            self._node("Transpose", [part], f"{y}/{name}", perm=order)
+            for part, (name, order) in zip(by_head, orders.items(), strict=True)
+        ]
+        scores = self._node("MatMul", heads[:2], f"{y}/scores")  # (B, H, N, N)
+        scores = self._node("Mul", [scores, self._number(facts["scale"])], f"{y}/scaled")
+        shares = self._node("Softmax", [scores], f"{y}/shares", axis=-1)
+        seen = self._node("MatMul", [shares, heads[2]], f"{y}/seen")  # (B, H, N, d)
+        joined = self._node("Transpose", [seen], f"{y}/joined", perm=[0, 2, 1, 3])
+        self._node("Reshape", [joined, self._sizes(0, 0, -1)], y)  # (B, N, H d)
 
     def _split(self, qkv: str, y: str, axis: int) -> list[str]:
         parts = [f"{y}/{part}" for part in "qkv"]

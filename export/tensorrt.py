@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from export.attention import write_out_caches
+from export.attention import write_out_caches, write_out_fused
 from export.pieces import with_branches
 from serve.bundle import (
     Bundle,
@@ -323,9 +323,12 @@ def graph_for(bundle: Bundle, graph: str, precision: Precision) -> ModelProto:
     """The graph as TensorRT gets it, of float32 weights that lie beside the bundle's."""
     path, manifest = bundle.folder / graph, bundle.manifest
     model = onnx.load(path, load_external_data=False)
-    if manifest.keeps_caches and manifest.step is not None and graph == manifest.step.step:
-        caches = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
-        write_out_caches(model, caches)
+    if manifest.step is not None and graph == manifest.step.step:
+        if manifest.keeps_caches:
+            caches = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
+            write_out_caches(model, caches)
+        else:
+            write_out_fused(model)
     check_operators(model, str(path))
     lower_products(model, precision)
     return model

@@ -173,7 +173,13 @@ class GenerateLane:
             self.prefilling, self.prefill, self.ready = None, None, False
         self.requeued = [job for job in self.requeued if job.state is not State.ENDED]
         if self.rows and all(job.state is State.ENDED for job in self.rows):
-            self.drop_batch()
+            if self.calls:  # rows cannot leave before their token is whole
+                self.drop_batch()
+                return
+            try:
+                self.leave(list(self.rows))
+            except Exception:  # as in `run`; here no job is left that could fail
+                self.drop_batch()
 
     def read(self, job: Job) -> None:
         """Begin the job's prefill. One at a time, so that one prompt's memory is enough."""

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 
+from export.attention import write_out_fused
+from export.run import ExportRequest, export_run
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error
 from serve.bundle import AgainstFp32, Bundle, BundleError, read_bundle
 from serve.runtime import Device, open_model
@@ -27,6 +31,7 @@ from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
 from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.fixtures.tiny_families import build_image, build_points, build_prefix, build_translate
+from tests.fixtures.tiny_runs import tiny_label_run
 
 ZOO = Path(__file__).parents[2] / "zoo"
 FAMILIES: dict[str, Callable[[Path], Bundle]] = {
@@ -368,7 +373,7 @@ def test_without_the_packages_or_a_gpu_the_error_says_what_to_install(
 ) -> None:
     bundle = build_image(tmp_path / "bundle")
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(BundleError, match=r"TensorRT cannot be loaded.*pip install '\.\[gpu\]'"):
+    with pytest.raises(BundleError, match=r"TensorRT cannot be loaded.*pip install -e '\.\[gpu\]'"):
         build(bundle, tmp_path / "engines")
     monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="8.6.1"))
     with pytest.raises(BundleError, match=r"8\.6\.1 is too old, 10\.1 or newer"):
@@ -386,3 +391,36 @@ def test_without_the_packages_or_a_gpu_the_error_says_what_to_install(
         monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", broken)
         with pytest.raises(BundleError, match=reason):
             open_cuda()
+
+
+@pytest.mark.parametrize("name", ["digits", "logic", "padded"])
+def test_the_fused_attention_of_a_step_written_out_answers_alike(name: str, tmp_path: Path) -> None:
+    if name == "padded":
+        run = tiny_label_run(tmp_path)
+        request = ExportRequest(tmp_path / "b", (1, 2), samples=16, latency=False)
+        folder = export_run(run, request, say=lambda line: None).folder
+    else:
+        folder = ZOO / name
+    model = onnx.load(str(folder / "step.onnx"))
+    assert any(node.op_type == "MultiHeadAttention" for node in model.graph.node)
+    plain = onnx.ModelProto()
+    plain.CopyFrom(model)
+    write_out_fused(plain)
+    assert {node.domain for node in plain.graph.node} == {""}
+    random = np.random.default_rng(0)
+    given = {}
+    for port in model.graph.input:
+        facts = port.type.tensor_type
+        shape = [one.dim_value or (3 if i == 0 else 7) for i, one in enumerate(facts.shape.dim)]
+        if facts.elem_type == onnx.TensorProto.BOOL:
+            given[port.name] = np.arange(shape[1])[None] < np.array([7, 5, 1])[:, None]
+        else:
+            given[port.name] = random.standard_normal(shape).astype(np.float32)
+    found = [
+        ort.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+            None, given
+        )
+        for one in (model, plain)
+    ]
+    for fused, written in zip(*found, strict=True):
+        np.testing.assert_allclose(fused, written, atol=2e-6, rtol=1e-5)
