@@ -24,7 +24,7 @@ from tests.sse import parse_events
 pytestmark = pytest.mark.long
 BUNDLES = [generate_bundle(), classify_bundle(), points_bundle()]
 GENERATE: dict[str, Any] = {"model": "tiny-generate", "prompt": "the story ", "seed": 7}
-STREAMS, TOKENS = 8, 1000
+STREAMS, TOKENS = 8, 4000  # long enough to be on their way when a node is killed
 BACK_S = 10.0
 
 
