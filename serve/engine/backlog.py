@@ -393,8 +393,7 @@ class Backlog:
             if deadline.ends_s <= now_s:
                 raise DeadlineLapsed(deadline.given_s)
             if now_s + wait_s > deadline.ends_s:
-                late_s = now_s + wait_s - deadline.ends_s
-                raise _too_busy(late_s, late_s)
+                raise _too_busy(now_s + wait_s - deadline.ends_s)
         elif wait_s > self._limits.queue_wait_s:
             raise _too_long(wait_s, wait_s)
 
@@ -423,7 +422,7 @@ class Backlog:
             raise ImpossibleDeadline(deadline.given_s, idle_s, least)
         late_s = lane.least_late_s(least, deadline.ends_s, max(now_s, self._busy_until_s))
         if late_s > 0 and lane.idle_s(least, longest) <= deadline.given_s:
-            raise _too_busy(late_s, late_s)
+            raise _too_busy(late_s)
 
     def steps_for(
         self,
@@ -494,10 +493,8 @@ class Backlog:
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
             idle_s = lane.idle_s(least, job.lengths)
-            again_s = late_s
-            if idle_s + beside_s > deadline.given_s:
-                again_s = max(late_s, self._next_end_s())
-            self._refuse(deadline, least, idle_s, late_s, again_s, now_s)
+            slowed = idle_s + beside_s > deadline.given_s
+            self._refuse(deadline, least, idle_s, late_s, slowed, now_s)
 
     def _check_written(
         self,
@@ -509,19 +506,13 @@ class Backlog:
     ) -> None:
         late_s = model_backlog.late_s(key, size, deadline.ends_s, now_s)
         if late_s > 0:
-            again_s = late_s
             own_late_s = model_backlog.ready_s(key, size) - (deadline.ends_s - now_s)
-            if own_late_s <= 0 or model_backlog.beside_s(key, size) > deadline.given_s:
-                again_s = max(late_s, self._next_end_s())
+            slowed = own_late_s <= 0 or model_backlog.beside_s(key, size) > deadline.given_s
             idle_s = model_backlog.idle_s(key, size)
-            self._refuse(deadline, key.steps, idle_s, late_s, again_s, now_s)
+            self._refuse(deadline, key.steps, idle_s, late_s, slowed, now_s)
 
     def _next_end_s(self) -> float:
-        """The time until a running generation or search is complete, and leaves more to others.
-
-        Until then all of them slow each call down: however long the queue is, it does not get
-        better.
-        """
+        """The time until the first of the running generations and searches is complete."""
         ends = [self.of_model(one).next_end_s() for one in self._common.models.values()]
         return min([end for end in ends if end > 0], default=0.0)
 
@@ -531,10 +522,14 @@ class Backlog:
         steps: int,
         idle_s: float,
         late_s: float,
-        again_s: float,
+        slowed: bool,
         now_s: float,
     ) -> None:
-        """Refuse what would be `late_s` late, and in `again_s` perhaps in time."""
+        """Refuse what would be `late_s` late.
+
+        `slowed`: not because of what waits alone, but of what runs beside it. An empty queue does
+        not help then; the end of one of those that run may.
+        """
         idle = self._jobs.idle
         # On the network, in the queue for parsing, and while it was parsed.
         spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
@@ -546,7 +541,7 @@ class Backlog:
             raise ImpossibleDeadline(deadline.given_s, idle_s, steps)
         if idle or deadline.ends_s <= now_s:
             raise DeadlineLapsed(deadline.given_s)
-        raise _too_busy(late_s, again_s)
+        raise _too_busy(late_s, self._next_end_s() if slowed else 0.0)
 
     # Seconds.
 
@@ -626,9 +621,9 @@ def _too_long(wait_s: float, retry_after_s: float) -> QueueFull:
     )
 
 
-def _too_busy(late_s: float, again_s: float) -> TooBusy:
+def _too_busy(late_s: float, next_end_s: float = 0.0) -> TooBusy:
     return TooBusy(
         f"behind what waits, the answer may come {late_s * 1000:.0f} ms after deadline_ms: "
         "try again later, or give it more time",
-        retry_after_s=again_s,
+        retry_after_s=max(late_s, next_end_s),
     )

@@ -178,7 +178,7 @@ class GenerateLane:
                 return
             try:
                 self.leave(list(self.rows))
-            except Exception:  # as in `run`; here no job is left that could fail
+            except Exception:  # the memory may be full; no job is left that this could fail
                 self.drop_batch()
 
     def read(self, job: Job) -> None:

@@ -231,7 +231,7 @@ def test_a_report_that_cannot_be_drawn_ends_the_test_all_the_same(
     assert test.returncode == 2 and "this one is broken" in said
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to be told")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
 def test_a_test_whose_command_is_killed_stops_sending(tmp_path: Path) -> None:
     flags = ("--users", "2", "--duration", "10m", "--out", str(tmp_path / "report.json"))
     with running_stub(service_s=0.05) as stub, started(stub.url, *flags) as test:

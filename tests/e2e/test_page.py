@@ -207,13 +207,18 @@ def predictions(route: Route, milliseconds: float, caution: float = 1.0) -> None
     route.fulfill(response=answer, json=body)
 
 
-@pytest.mark.long
-def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) -> None:
+def ask_within_a_deadline(page: Page) -> None:
+    """For 100 tokens of a writer whose every step takes a millisecond."""
     pick(page, "critic")
     page.route("**/ladder", lambda route: predictions(route, 1))
     pick(page, "writer")
     page.get_by_role("spinbutton", name="Tokens").fill("100")
     turn(page, "Deadline")
+
+
+@pytest.mark.long
+def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) -> None:
+    ask_within_a_deadline(page)
     slider, count = page.get_by_role("slider", name="Deadline"), page.locator("#count")
     marks = page.locator("#deadline-scale button")
     expect(marks).to_have_count(3)
@@ -313,11 +318,7 @@ def test_a_hidden_field_keeps_nothing_from_being_sent(page: Page) -> None:
 
 
 def test_arrows_reach_every_deadline(page: Page) -> None:
-    pick(page, "critic")
-    page.route("**/ladder", lambda route: predictions(route, 1))
-    pick(page, "writer")
-    page.get_by_role("spinbutton", name="Tokens").fill("100")
-    turn(page, "Deadline")
+    ask_within_a_deadline(page)
     slider = page.get_by_role("slider", name="Deadline")
     for end, arrow, reached in (("Home", "ArrowRight", "100"), ("End", "ArrowLeft", "0")):
         slider.press(end)

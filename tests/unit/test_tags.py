@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(str(folder / "names.toml"), list(overrides), str(folder))
 
 
-def write_json(folder: Path, rows: list[tuple[list[str], list[str]]]) -> None:
+def write_json(folder: Path, rows: Sequence[tuple[list[str], Sequence[str | None]]]) -> None:
     lines = [json.dumps({"words": words, "tags": tags}) for words, tags in rows]
     (folder / "train.jsonl").write_text("\n".join(lines))
 
@@ -137,12 +138,13 @@ def test_listops_is_asked_for_the_whole_and_learns_the_parts() -> None:
 
 
 def test_texts_without_a_label_are_left_out(tmp_path: Path) -> None:
-    rows = [*ROWS, *([(["no", "label"], [None, None])] * 30)]
-    write_json(tmp_path, rows)  # type: ignore[arg-type]
+    unlabelled: list[tuple[list[str], Sequence[str | None]]] = [(["no", "label"], [None, None])]
+    rows = [*ROWS, *(unlabelled * 30)]
+    write_json(tmp_path, rows)
     dataset = open_dataset(recipe_of(tmp_path), None)
     for batch in [*dataset.held_out(2), *(dataset.batch(i, 2, 0) for i in range(9))]:
         assert (batch.targets != IGNORED).any(1).all()
-    write_json(tmp_path, [(words, [None, *labels[1:]]) for words, labels in ROWS])  # type: ignore[list-item]
+    write_json(tmp_path, [(words, [None, *labels[1:]]) for words, labels in ROWS])
     with pytest.raises(DataError, match=r"none has a label within the first 1 tokens"):
         open_dataset(recipe_of(tmp_path, "model.window=1"), None)
 
