@@ -1,4 +1,4 @@
-"""Quality of runs on held-out data that was disturbed: the journal paper's four robustness tests.
+"""Quality of runs on disturbed held-out data: the second OT-Transformer paper's four tests.
 
     python -m benchmarks.robustness --runs runs/mnist-0 runs/mnist-discrete-0 --steps 1,4,20
 

@@ -105,7 +105,7 @@ class Stability:
 
 
 def stability(model: Stepped, transport: float, positions: int = 1) -> Stability:
-    """Theorem 2, "Stable Forward Propagation", of the journal version of OT-Transformer.
+    """Theorem 2, "Stable Forward Propagation", of the second OT-Transformer paper.
 
     It assumes lambda > T L^2, with T the terminal time and L the 2-operator norm of the weights of
     the output layer, and bounds the distance of two outputs by

@@ -412,12 +412,17 @@ def _sweep_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str]
 
 
 def _lost(run: Measured) -> float | None:
-    """By how much the last validation is worse than the best one, at the largest count watched."""
+    """By how much the last validation is worse than the best one, at the largest count watched.
+
+    In nats or points of accuracy.
+    """
     label = max((key for moment in run.curve for key in moment.validation), key=_steps, default="")
     seen = [moment.validation[label] for moment in run.curve if label in moment.validation]
     if not seen:
         return None
-    return max(seen) - seen[-1] if label.startswith("accuracy") else seen[-1] - min(seen)
+    if label.startswith("accuracy"):
+        return 100 * (max(seen) - seen[-1])
+    return seen[-1] - min(seen)
 
 
 PUBLISHED = Path(__file__).parent / "published.toml"
@@ -537,7 +542,7 @@ def _differences(
     return said
 
 
-# What became of a claim, as it is counted and as a verdict begins; in the order of the page.
+# What became of a claim, as it is counted and as a verdict begins.
 STATES = {
     "holds": ("{} hold here", "Holds."),
     "in part": ("{} in part", "Holds in part."),
@@ -562,10 +567,8 @@ def _claims(
         if missing:
             cell += f"{'<br>' if found else ''}Not run yet: {', '.join(missing)}"
         verdict = f"**{STATES[claim['state']][1]}** {claim['verdict']}"
-        rows.append(
-            [claim["source"], claim["paper"], cell, claim["differs"] if found else "–", verdict]
-        )
-    return table(["paper", "claim", "found here", "not as in the paper", "verdict"], rows)
+        rows.append([claim["paper"], verdict, cell, claim["differs"] if found else "–"])
+    return table(["claim", "verdict", "found here", "not as in the paper"], rows)
 
 
 def _joined(found: Sequence[str]) -> str:
@@ -625,11 +628,13 @@ def _robust_here(
     """From tables of benchmarks.robustness: a row for a model at some steps, one column a level."""
     for one in extra.values():
         for found in one.tables:
-            if found.caption.startswith(f"{disturbance}, by its level"):
-                for row in found.rows:
+            if found.caption.startswith(f"{disturbance}{_BY_LEVEL}"):
+                for row in _in_units(found).rows:
                     if row[0] == group and row[found.columns.index("steps")] == steps:
                         clean = row[found.columns.index("0")]
-                        return f"{what}: {clean} to {row[found.columns.index(level)]}", ""
+                        shown = f"{what}: {clean} to {row[found.columns.index(level)]}"
+                        unit = "nats" if disturbance in _IN_NATS else "%"
+                        return f"{shown} {unit}, {row[found.columns.index('seeds')]} seeds", ""
     runs = f"--runs RUNS/{group}-[0-9] --steps {steps}"
     kept = f"--name robustness-of-{group} --results benchmarks/papers"
     return "", f"{what} (`python -m benchmarks.robustness {runs} {kept}`)"
@@ -644,10 +649,8 @@ def _missing(what: str, group: str) -> str:
 
 
 def _overview(published: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]) -> str:
-    """The first page: claims and verdicts, then what is not as in the papers."""
-    claims = sorted(published["claim"], key=lambda one: list(STATES).index(one["state"]))
-    answered = [one for one in claims if one["state"] != "open"]
-    waiting = [one for one in claims if one["state"] == "open"]
+    """The first page: claims and verdicts paper by paper, then what is not as in the papers."""
+    claims = published["claim"]
     counted = [
         said.format(count)
         for state, (said, _) in STATES.items()
@@ -655,10 +658,10 @@ def _overview(published: Mapping[str, Any], groups: Groups, extra: Mapping[str, 
     ]
     parts = ["## What the papers claim, and what was found here", published["claims_note"].strip()]
     parts.append(f"Of {len(claims)} claims {', '.join(counted)}.")
-    if answered:
-        parts.append(_claims(answered, groups, extra))
-    if waiting:
-        parts += ["### Open", published["open_note"].strip(), _claims(waiting, groups, extra)]
+    for source in dict.fromkeys(one["source"] for one in claims):
+        ours = [one for one in claims if one["source"] == source]
+        parts += [f"### {source}", _claims(ours, groups, extra)]
+    parts.append(published["open_note"].strip())
     gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
     if gaps:
         parts += ["## What is not as in the papers, and why", table(["what", "why"], gaps)]
@@ -680,7 +683,8 @@ def robustness_section(extra: Mapping[str, Result], differs: Mapping[str, str]) 
         for kept in tables:
             name = kept.caption.partition(_BY_LEVEL)[0]
             rows = found.setdefault((name, tuple(kept.columns)), [])
-            rows += [row for row in kept.rows if row not in rows]  # the paper's are in each
+            # The paper's are in each.
+            rows += [row for row in _in_units(kept).rows if row not in rows]
         if tables:
             sources.append(
                 f"`{one.command}` at {one.commit}, {one.date}, on {one.machine.sentence}."
@@ -690,7 +694,8 @@ def robustness_section(extra: Mapping[str, Result], differs: Mapping[str, str]) 
         parts.append(
             "Trained on clean data, measured on disturbed held-out data. Noise is added to the "
             "normalised numbers that a model reads or, where it says `of pixels`, to those from 0 "
-            "to 1. Lambda is the recipe's: for MNIST half of the paper's, which halves the cost."
+            "to 1. Lambda is the recipe's: for MNIST half of the paper's, which halves the cost. "
+            "Accuracy in %, loss of characters in nats."
         )
     else:
         parts.append("Not run yet: `python -m benchmarks.robustness --runs RUNS`.")
@@ -703,6 +708,23 @@ def robustness_section(extra: Mapping[str, Result], differs: Mapping[str, str]) 
 
 
 _BY_LEVEL = ", by its level"  # in the captions of benchmarks.robustness
+_IN_NATS = ("characters", "characters, inputs only")  # disturbances; accuracy is of the others
+
+
+def _in_units(found: Table) -> Table:
+    """Accuracy in %, as on the rest of the page; benchmarks.robustness keeps shares."""
+    if found.caption.partition(_BY_LEVEL)[0] in _IN_NATS:
+        return found
+    levels = found.columns.index("seeds") + 1
+    rows = [[*row[:levels], *map(_in_percent, row[levels:])] for row in found.rows]
+    return dataclasses.replace(found, rows=rows)
+
+
+def _in_percent(cell: Cell) -> Cell:
+    """`0.9661 ± 0.0008` as `96.61 ± 0.08`."""
+    if cell is None:
+        return None
+    return " ± ".join(f"{100 * float(part):.2f}" for part in str(cell).split(" ± "))
 
 
 def _order_of_noise(row: Sequence[Cell]) -> int:
@@ -750,7 +772,8 @@ def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[s
 
 def _path_table(present: list[tuple[str, list[Measured]]]) -> str:
     """How straight the paths are at full steps, of the models that are trained for several."""
-    header = ["paths, at full steps", "transport cost", "straightness gap", "lambda / T L²"]
+    header = ["paths, at full steps", "transport cost", "straightness gap"]
+    header += ["lambda / T L², with the mean for the sum"]
     header += [f"jump after {k} agrees with full" for k in (1, 2, 4)]
     rows = []
     for name, runs in present:
@@ -769,19 +792,22 @@ def _path_table(present: list[tuple[str, list[Measured]]]) -> str:
 
 
 def _method_table(name: str, runs: list[Measured]) -> str:
-    """Quality by velocity evaluations, where a run was measured with several methods."""
-    methods = list(dict.fromkeys(point.method for point in runs[0].points))
-    if len(methods) < 2:
+    """Quality by velocity evaluations, of the runs that were measured with several methods."""
+    several = [run for run in runs if len({point.method for point in run.points}) > 1]
+    if not several:
         return ""
-    spent = sorted({int(point.nfe) for point in runs[0].points})
+    spent = sorted({int(point.nfe) for point in several[0].points})
     rows = []
-    for method in methods:
+    for method in dict.fromkeys(point.method for point in several[0].points):
         cells = [method]
         for nfe in spent:
-            found = [p for run in runs for p in run.points if p.method == method and p.nfe == nfe]
-            cells.append(quality(found) if len(found) == len(runs) else "–")
+            found = [
+                p for run in several for p in run.points if p.method == method and p.nfe == nfe
+            ]
+            cells.append(quality(found) if len(found) == len(several) else "–")
         rows.append(cells)
-    return table([f"{name}, by evaluations", *map(str, spent)], rows)
+    seeds = f" ({_seeds(several)} of {len(runs)})" if len(several) < len(runs) else ""
+    return table([f"{name}, by evaluations{seeds}", *map(str, spent)], rows)
 
 
 def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:

@@ -41,7 +41,7 @@ from train.recipe import Recipe, RecipeError, load_recipe, recipe_from
 PLAN = Path(__file__).parent / "plan.toml"
 ATTEMPTS = 3  # of a run that fails; then it is left out, and `status` says so
 POLL_S = 0.5
-_SHARED_KEYS = {"steps", "methods", "data", "bleu"}  # of an experiment, and of each of its runs
+_SHARED_KEYS = {"steps", "data", "bleu"}  # of an experiment, and of each of its runs
 _RUN_KEYS = {"group", "recipe", "set"} | _SHARED_KEYS
 _MEASURING = "a benchmark measures on this machine: trainings go on when it has ended"
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -59,7 +59,6 @@ class Job:
     overrides: tuple[str, ...] = ()
     data: str = ""  # a folder or file below --data
     steps: str = "1,2,4,8"
-    methods: str = ""
     bleu: bool = False
 
     @property
@@ -88,12 +87,15 @@ class Place:
     def log(self, job: Job) -> Path:
         return self.runs / f"{job.name}.log"
 
+    def failed_at(self, job: Job) -> Path:
+        return self.runs / f"{job.name}.failures"
+
     def failures(self, job: Job) -> int:
-        path = self.runs / f"{job.name}.failures"
+        path = self.failed_at(job)
         return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
 
     def failed(self, job: Job, why: str) -> None:
-        with (self.runs / f"{job.name}.failures").open("a", encoding="utf-8") as file:
+        with self.failed_at(job).open("a", encoding="utf-8") as file:
             file.write(f"{why}\n")
 
     def kept(self, job: Job) -> bool:
@@ -123,7 +125,7 @@ class Place:
 def meaning_of(recipe: Recipe) -> dict[str, Any]:
     """What makes two runs the same: not the machine, where the data is, or the words about it."""
     plain = replace(recipe, data=replace(recipe.data, path=""), title="", card={}).to_json()
-    plain["run"] = {"seed": recipe.run.seed}
+    plain["run"] = {"seed": recipe.run.seed, "keep": recipe.run.keep}
     return plain
 
 
@@ -178,8 +180,6 @@ class Worker:
         command += ["--group", job.group, "--steps", job.steps, "--results", str(place.results)]
         if job.data:
             command += ["--data", str(place.data / job.data)]
-        if job.methods:
-            command += ["--methods", job.methods]
         return command + (["--bleu"] if job.bleu else [])
 
     def _next(self) -> None:
@@ -263,6 +263,7 @@ class Queue:
     ) -> None:
         self.jobs, self.place, self.start = jobs, place, start
         self.workers: dict[str, Worker] = {}  # by slot
+        self.done: set[str] = set()  # what was seen to be kept is not read again
 
     def run(self, slots: Sequence[str], asked: Callable[[], bool]) -> None:
         """Until all is done or failed, or until it is asked to end; a slot is the GPU it has."""
@@ -298,7 +299,9 @@ class Queue:
             if slot not in self.workers:
                 for job in self.waiting():
                     claim = self.place.claim(job)
-                    if claim is not None:
+                    if claim is not None and self._is_done(job):  # another queue has just done it
+                        claim.close()
+                    elif claim is not None:
                         print(f"{time.strftime('%F %T')} {job.name}", flush=True)
                         self.workers[slot] = self.start(job, claim, slot.partition(":")[2])
                         break
@@ -308,8 +311,13 @@ class Queue:
         for job in self.jobs:
             if job.name in at_work or self.place.failures(job) >= ATTEMPTS:
                 continue
-            if not self.place.kept(job):
+            if job.name not in self.done and not self._is_done(job):
                 yield job
+
+    def _is_done(self, job: Job) -> bool:
+        if self.place.kept(job):
+            self.done.add(job.name)
+        return job.name in self.done
 
 
 def state(job: Job, place: Place) -> str:
@@ -321,7 +329,8 @@ def state(job: Job, place: Place) -> str:
     reached = f"{records[-1]['iteration']:,} of {total:,} iterations" if records else "not begun"
     failures = place.failures(job)
     if failures >= ATTEMPTS:
-        return f"left out after {failures} failures, {reached}: see {place.log(job).name}"
+        left = f"left out after {failures} failures, {reached}: see {place.log(job).name}"
+        return f"{left}; delete {place.failed_at(job).name} to try it again"
     claim = place.claim(job) if place.runs.is_dir() else None
     if claim is None and place.runs.is_dir():
         return f"{'paused' if Busy().paused else 'running'}, {reached}"

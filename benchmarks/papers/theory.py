@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.theory
 
-The setting is the theorem's (OT-Transformer, journal version, theorems 1 to 3): f is a stack of
+The setting is the theorem's (the second OT-Transformer paper, theorems 1 to 3): f is a stack of
 transformer blocks, the read-out is linear in the whole state, its largest singular value is held
 at L, the task is cross-entropy, and the cost is lambda / 2 times the integral of |f|². The data are
 rows of two points in the plane; a row's class is the sign of their inner product, and a tenth of

@@ -294,7 +294,7 @@ def test_what_fails_three_times_is_left_out_and_said(
     assert "left: tiny-0, tiny-lambda0-0" in capsys.readouterr().out
     job = read_plan(path)[0]
     assert state(job, Place(tmp_path / "runs", results=tmp_path / "kept")).startswith(
-        "left out after 3 failures, not begun: see tiny-0.log"
+        "left out after 3 failures, not begun: see tiny-0.log; delete tiny-0.failures to try it"
     )
     assert "makes its own data" in (tmp_path / "runs" / "tiny-0.log").read_text()
 
@@ -317,8 +317,25 @@ def test_figures_of_another_recipe_under_the_same_name_are_refused(tmp_path: Pat
     place = Place(tmp_path, results=tmp_path)
     assert place.kept(Job("mnist-any", "mnist-any", 0))
     assert not place.kept(Job("mnist-any", "mnist-any", 0, steps="1,3"))  # not measured at 3
-    with pytest.raises(RecipeError, match="another recipe than the plan's mnist-any-0"):
-        place.kept(Job("mnist-any", "mnist-any", 0, ("optim.lr=0.1",)))
+    for other in ("optim.lr=0.1", "run.keep=best"):
+        with pytest.raises(RecipeError, match="another recipe than the plan's mnist-any-0"):
+            place.kept(Job("mnist-any", "mnist-any", 0, (other,)))
+
+
+def test_what_another_queue_has_just_done_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, started = iter([False, True]), []
+    monkeypatch.setattr(Place, "kept", lambda self, job: next(done, True))
+
+    def start(job: Job, claim: object, gpu: str) -> papers_queue.Worker:
+        started.append(job)
+        raise AssertionError
+
+    queue = papers_queue.Queue([Job("tiny", "parity", 0)], Place(tmp_path), start)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    queue.run(["0:"], lambda: False)
+    assert not started
 
 
 def test_the_mark_is_the_machines_and_goes_with_its_process(

@@ -98,12 +98,12 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
         claim.setdefault("differs", "another text")
     page = render(facts, groups, {}, {})
     assert "| RK4: 25.0 BLEU, 1 seed<br>Not run yet: residual (`translation-residual`), " in page
-    assert "| discrete, 60k: 90.00 %, 1 seed<br>Not run yet: " in page
+    assert "| baseline, 60k: 90.00 %, 1 seed<br>Not run yet: " in page
     assert f"| residual: {math.exp(5):.1f}, 1 seed<br>Not run yet: RK2 (`ode-" in page
     assert "| Not run yet: `python -m benchmarks.papers.theory` | – |" in page
-    assert "Not run yet: accuracy of OT, three seeds (`python -m benchmarks.robustness " in page
+    assert "Not run yet: OT (`python -m benchmarks.robustness " in page
     asked = "--runs RUNS/mnist-discrete-[0-9] --steps 1 --name robustness-of-mnist-discrete "
-    assert f", of the discrete one, 60k (`python -m benchmarks.robustness {asked}" in page
+    assert f", baseline, 60k (`python -m benchmarks.robustness {asked}" in page
     provenance = Provenance.now("robustness", [])
     columns = ("model", "what", "steps", "seeds", "0", "0.5")
     rows: list[list[Cell]] = [["mnist", "OT, lambda 0.005", 20, 3, "0.97 ± 0.01", "0.90 ± 0.02"]]
@@ -113,20 +113,29 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     target = Target("models with lambda > T L² that are steeper than the bound", 3, "==", 0)
     proven = provenance.result("theory", "The theorem, tried", "", [], [target])
     page = render(facts, groups, {}, {}, [robust, proven])
-    assert "OT, three seeds: 0.97 ± 0.01 to 0.90 ± 0.02" in page and "## The theorem, tried" in page
+    assert "OT: 97.00 ± 1.00 to 90.00 ± 2.00 %, 3 seeds" in page and "## The theorem, tried" in page
     assert "steeper than the bound: 3" in page.partition("## What is not")[0]
-    assert "| mnist | OT, lambda 0.005 | 20 |" in page.partition("## Robustness")[2]
+    noise = page.partition("## Robustness")[2]
+    assert "| mnist | OT, lambda 0.005 | 20 | 3 | 97.00 ± 1.00 | 90.00 ± 2.00 |" in noise
 
 
-def test_claims_that_were_answered_come_first_and_are_counted() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    answered, _, waiting = page.partition("## What is not")[0].partition("### Open")
-    states = [claim["state"] for claim in PUBLISHED_FACTS["claim"]]
+def test_claims_stand_by_their_paper_and_are_counted() -> None:
+    overview = PAGE.read_text(encoding="utf-8").partition("## What is not")[0]
+    head, *papers = overview.split("\n### ")
+    claims = PUBLISHED_FACTS["claim"]
+    states = [claim["state"] for claim in claims]
     for state, (said, verdict) in papers_page.STATES.items():
-        rows = waiting if state == "open" else answered
-        assert rows.count(f" | **{verdict}** ") == states.count(state)
-        assert said.format(states.count(state)) in answered or state not in states
-    assert "**Open.**" not in answered and "(1 seed each)" in answered
+        assert overview.count(f" | **{verdict}** ") == states.count(state)
+        assert said.format(states.count(state)) in head or state not in states
+    assert [paper.partition("\n")[0] for paper in papers] == list(
+        dict.fromkeys(claim["source"] for claim in claims)
+    )
+    for paper in papers:
+        source = paper.partition("\n")[0]
+        ours = [claim["paper"] for claim in claims if claim["source"] == source]
+        rows = [row for row in paper.splitlines() if " | **" in row]
+        assert [row.removeprefix("| ").partition(" | ")[0] for row in rows] == ours
+    assert "(1 seed each)" in overview
 
 
 def test_a_figure_beside_a_claim_says_what_is_not_as_in_the_paper() -> None:
@@ -243,6 +252,19 @@ def test_a_sweep_says_what_is_lost_after_the_best_validation() -> None:
     characters = swept.partition("| characters, nats: lambda |")[2].partition("\n\n")[0]
     assert cells(characters, "0.1")[-2:] == ["0.250", "1"]
     assert cells(characters, "0.01")[1] == "not run yet"
+    right = [dataclasses.replace(one, validation={"accuracy@20": 0.9}) for one in curve]
+    right[0] = dataclasses.replace(right[0], validation={"accuracy@20": 0.95})
+    lost = dataclasses.replace(read_all()["mnist"][0], curve=right)
+    _, swept = tables_sections(PUBLISHED_FACTS, {"mnist-lambda0.1": [lost]})
+    assert cells(swept.partition("| MNIST, %: lambda")[2], "0.1")[-2:] == ["5.000", "1"]
+
+
+def test_methods_are_shown_of_the_runs_that_have_them() -> None:
+    runs = read_all()["mnist"]
+    table = papers_page._method_table("mnist", runs)
+    assert table.startswith("| mnist, by evaluations (1 seed of 3) | 1 |")
+    assert "| heun | – | 46.21 |" in table
+    assert papers_page._method_table("mnist", runs[1:]) == ""
 
 
 def test_the_tables_are_printed_with_how_far_the_queue_is(
