@@ -17,7 +17,7 @@ from train.data import generators, open_dataset
 from train.data import text as tokens
 from train.data.labelled import LabelledDataset
 from train.data.tables import DataError, Shuffle, read_table
-from train.data.text import TextDataset, cut, ids_of, train_tokenizer
+from train.data.text import TextDataset, cut, ids_of, train_tokenizer, windows_in_order
 from train.recipe import DataConfig, load_recipe
 
 ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
@@ -158,6 +158,16 @@ def test_held_out_windows_cover_the_end_of_a_corpus_once() -> None:
     assert torch.equal(batches[0].targets[0, :-1], batches[0].inputs[0][0, 1:])
 
 
+@pytest.mark.parametrize("begin", [0, 1, 2])
+def test_held_out_windows_predict_every_id_once(begin: int) -> None:
+    ids, marks = np.arange(10, 41), np.array([1, 2][:begin], np.int64)
+    batches = windows_in_order(ids, 6, 4, marks)
+    seen = [each for batch in batches for each in batch.targets.flatten().tolist() if each > 2]
+    first = 10 if begin else 11  # which nothing stands before
+    assert seen == list(range(first, first + len(seen)))
+    assert 41 - first - len(seen) < 7 - max(1, begin)  # too few for a window
+
+
 def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny.txt").write_text("too short")
     with pytest.raises(DataError, match=r"too short.*model\.window = 256"):
@@ -264,7 +274,7 @@ def test_each_window_of_a_text_begins_as_a_text_does() -> None:
         tokens, targets = batch.inputs[0].tolist(), batch.targets.tolist()
         assert all(row[0] == begin for row in tokens) and not any(begin in row for row in targets)
         assert [row[1:] for row in tokens] == [row[:-1] for row in targets]
-    rows = [row for batch in marked.held_out(4) for row in batch.inputs[0][:, 1:].tolist()]
+    rows = [row for batch in marked.held_out(4) for row in batch.targets.tolist()]
     joined = [token for row in rows for token in row]
-    assert joined == marked.held_ids[: len(joined)].tolist()  # no token is left out or twice
+    assert joined == marked.held_ids[: len(joined)].tolist()  # each is predicted once
     assert not any(begin in row for row in plain.batch(0, 4, 0).inputs[0].tolist())

@@ -263,9 +263,12 @@ def drawn_windows(
 def windows_in_order(
     ids: LongIds, window: int, size: int, begin: LongIds = NO_IDS
 ) -> Iterator[Batch]:
-    """Windows side by side, in batches of `size`, each with `begin` before it."""
-    own = window - len(begin)
-    windows = (len(ids) - 1) // own
+    """Windows side by side, in batches of `size`, each with `begin` before it.
+
+    No id is predicted twice; without a `begin` nothing predicts the first.
+    """
+    own = window + 1 - max(1, len(begin))
+    windows = (len(ids) - (len(begin) == 0)) // own
     for first in range(0, windows, size):
         starts = [i * own for i in range(first, min(first + size, windows))]
         yield _windows(ids, starts, window, begin)
