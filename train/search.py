@@ -14,8 +14,9 @@ Each round
      until there are W of them;
   3. the first W candidates that do not end live on, in that order.
 It stops once W hypotheses are finished, or when the live ones are as long as an answer may be. The
-answer is the finished hypothesis of the best score, the first finished of equal ones; if none is
-finished, the live one of the best rank, unfinished. With W = 1 this is greedy search.
+answer is the finished hypothesis of the best score, the first finished of equal ones. Of a search
+that was cut with fewer than W finished, it is the live one of the best rank, unfinished, if that
+has a better score. With W = 1 this is greedy search.
 """
 
 from dataclasses import dataclass
