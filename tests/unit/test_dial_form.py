@@ -148,6 +148,16 @@ def test_the_cut_lies_where_it_should() -> None:
         assert float(slope) == expected
 
 
+def test_the_cut_is_through_the_evaluation_that_the_next_step_uses_too() -> None:
+    weights = [torch.ones((), requires_grad=True) for _ in range(2)]
+    calls = iter(weights)
+    path = integrate(
+        lambda x: next(calls) * x, torch.ones(1, 1, 1), "ab2", 2, T=2.0, exits=(1,), backprop=1
+    )
+    path.state.sum().backward()
+    assert weights[0].grad is None and weights[1].grad is not None
+
+
 def logic(*overrides: str) -> Recipe:
     small = ["model.width=16", "model.heads=2", "model.hidden=32", "data.rows=60"]
     return load_recipe("logic", [*small, "run.threads=1", *overrides])

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.blocks import Attention, Block, RelativeAttention
-from train.families import EvolvedBlock, EvolvingLogits, PooledByAttention
-from train.model import CrossAttention, Embedding
+from train.blocks import Attention, Block, FeedForward, RelativeAttention
+from train.families import EvolvedBlock, EvolvedLayer, EvolvingLogits, PooledByAttention
+from train.model import CrossAttention, CrossBlock, Embedding, PooledHead
 
 WIDTH, HEADS, SHARE = 16, 2, 0.5
 X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -64,6 +65,55 @@ def test_it_drops_in_training_only(place: str) -> None:
     assert not same(make(SHARE).train(), given)
     assert same(make(SHARE).eval(), given)
     assert same(make(0.0).train(), given)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block(WIDTH, HEADS, 32, False, "pre", 1.0),
+        Block(WIDTH, HEADS, 32, False, "none", 1.0),
+        CrossBlock(WIDTH, HEADS, 32, "pre", 1.0),
+        CrossBlock(WIDTH, HEADS, 32, "none", 1.0),
+    ],
+)
+def test_where_all_that_is_added_to_a_skip_drops_out_a_block_changes_nothing(
+    block: nn.Module,
+) -> None:
+    given = (X, MEMORY, THERE) if isinstance(block, CrossBlock) else (X,)
+    assert torch.equal(block.train()(*given), X)
+    assert not torch.allclose(block.eval()(*given), X)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_after_norms_too_all_that_is_added_to_a_skip_may_drop_out(cross: bool) -> None:
+    block: nn.Module = Block(WIDTH, HEADS, 32, False, "post", 1.0)
+    if cross:
+        block = CrossBlock(WIDTH, HEADS, 32, "post", 1.0)
+    left = X
+    for _ in range(3 if cross else 2):
+        left = F.layer_norm(left, (WIDTH,))
+    given = (X, MEMORY, THERE) if cross else (X,)
+    torch.testing.assert_close(block.train()(*given), left)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_layer_of_an_evolved_block_drops_all_that_it_adds(memory: bool) -> None:
+    layer = EvolvedLayer(WIDTH, HEADS, FeedForward(WIDTH, 32), memory, 1.0).train()
+    given = (torch.zeros(2, HEADS, 6, 5), MEMORY) if memory else ()
+    assert torch.equal(layer(X, torch.zeros(2, HEADS, 6, 6), *given), X)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        PooledHead(WIDTH, 3, False, "mean", 1.0),
+        PooledByAttention(WIDTH, HEADS, 3, "pre", False, 1.0),
+    ],
+)
+def test_where_all_that_is_pooled_drops_out_a_head_has_its_bias_left(
+    head: PooledHead | PooledByAttention,
+) -> None:
+    assert torch.equal(head.train()(X), head.linear.bias.expand(2, 3))
 
 
 def test_evolved_blocks_drop_queries_and_keys() -> None:

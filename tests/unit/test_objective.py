@@ -14,10 +14,11 @@ from train.objective import (
     Pass,
     divergence,
     pass_weights,
+    penalty,
     straightness_gap,
     task_loss,
 )
-from train.ode import METHODS
+from train.ode import METHODS, Trajectory
 from train.recipe import Recipe, load_recipe
 from train.schedule import Turn
 
@@ -219,3 +220,9 @@ def test_smoothing_draws_no_row_towards_a_class_of_more_weight() -> None:
     )
     once = task_loss(logits.detach()[rows], rows, 0.05, torch.ones(2))
     torch.testing.assert_close(once, task_loss(logits.detach()[rows], rows, 0.05))
+
+
+def test_the_speed_of_two_trajectories_is_their_cost_a_unit_of_all_their_time() -> None:
+    x = torch.zeros(1, 2, 3)
+    trajectories = (Trajectory(x, x, None, 2.0), Trajectory(x, x, None, 1.0))
+    assert float(penalty(Output(x, torch.tensor(6.0), 2, trajectories), "speed")) == 2

@@ -106,6 +106,23 @@ def test_no_path_costs_less_than_the_straight_one(name: str, steps: int) -> None
     assert float(cost) >= float((end - x0).square().mean() / 2.0) - 1e-6
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_evaluations_weigh_as_much_in_the_cost_as_in_the_step(name: str) -> None:
+    """So the cost of a velocity is how far its square leads."""
+
+    class Rising:
+        timed = True
+
+        def __init__(self, power: int) -> None:
+            self.power = power
+
+        def __call__(self, x: Tensor, t: float, h: float) -> Tensor:
+            return torch.full((1, 1, 1), (t - 0.3) ** self.power)
+
+    once, squared = (integrate(Rising(n), torch.zeros(1, 1, 1), name, 4, T=2.0) for n in (1, 2))
+    assert float(once.cost) == pytest.approx(float(squared.state), rel=1e-5)
+
+
 def test_masked_positions_do_not_count_in_the_cost() -> None:
     v = torch.ones(1, 3, 4)
     v[:, 2] = 100

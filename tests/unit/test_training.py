@@ -296,6 +296,15 @@ def test_conditioning_begins_as_nothing(initial: Any) -> None:
     assert made.velocity.down.weight.grad is not None and made.velocity.down.weight.grad.any()
 
 
+def test_conditioning_sees_the_binary_logarithm_of_a_step_or_of_one_more_than_the_time() -> None:
+    for by_time, expected in ((False, -2.0), (True, 2.0)):
+        made = Conditioned(torch.nn.Identity(), 4, by_time)
+        seen: list[torch.Tensor] = []
+        made.up.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        made(torch.zeros(1, 2, 4), 3.0, 0.25)
+        assert float(seen[0]) == expected
+
+
 def test_a_decoder_cannot_see_the_future_and_an_encoder_cannot_see_padding() -> None:
     decoder = decoder_of(DECODER)
     tokens = torch.randint(1, 20, (1, 9))
