@@ -226,3 +226,14 @@ def test_the_speed_of_two_trajectories_is_their_cost_a_unit_of_all_their_time() 
     x = torch.zeros(1, 2, 3)
     trajectories = (Trajectory(x, x, None, 2.0), Trajectory(x, x, None, 1.0))
     assert float(penalty(Output(x, torch.tensor(6.0), 2, trajectories), "speed")) == 2
+
+
+def test_a_teacher_weighs_its_share_and_its_temperature_keeps_the_size_of_gradients() -> None:
+    settings = ["teacher.weight=0.25", "teacher.temperature=2", "optim.smoothing=0"]
+    recipe = recipe_of(*settings, "optim.transport=0")
+    model, taught = model_of(recipe), torch.tensor([[3.0, -1.0], [0.5, 2.0]])
+    objective = Objective(recipe, model, nullcontext)
+    (one,) = objective.passes((TOKENS,), TARGETS, Turn((4,)), taught)
+    logits = model(TOKENS, steps=4).logits
+    apart = 2**2 * divergence(logits / 2, taught / 2, TARGETS)
+    torch.testing.assert_close(one.loss, 0.75 * task_loss(logits, TARGETS) + 0.25 * apart)

@@ -17,6 +17,7 @@ from train.loop import TrainingLoop, learning_rate, make_optimiser, train
 from train.model import build_model
 from train.objective import task_loss
 from train.recipe import Recipe, load_recipe
+from train.schedule import turn_for
 
 
 def rates(*overrides: str) -> list[float]:
@@ -125,6 +126,26 @@ def test_the_log_has_the_norm_of_the_gradient_before_it_is_clipped(tmp_path: Pat
     grads = [p.grad for p in other.model.parameters() if p.grad is not None]
     norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
     assert record["gradient_norm"] == pytest.approx(norm, abs=1e-4) and norm > 0.001
+
+
+def test_an_iteration_learns_from_the_mean_of_its_batches(tmp_path: Path) -> None:
+    """The next two batches, of which a run without accumulation sees one an iteration."""
+    settings = ["optim.clip=1e6", "steps.schedule=fixed", "model.dropout=0"]
+    loop = loop_of(tmp_path, "optim.accumulate=2", *settings)
+    loop.optimiser.step = lambda: None  # type: ignore[method-assign, assignment]  # gradients stay
+    loop.optimiser.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    record = loop.iterate(3)
+    found = [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+    loop.model.zero_grad()
+    for place in (6, 7):
+        batch = loop.dataset.batch(place, loop.recipe.optim.batch, loop.recipe.run.seed)
+        turn = turn_for(3, loop.recipe.optim.iterations, loop.steps, loop.recipe.run.seed)
+        (one,) = loop.objective.passes(batch.inputs, batch.targets, turn)
+        (one.loss / 2).backward()
+    expected = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    torch.testing.assert_close(found, expected)
+    norm = torch.stack([gradient.square().sum() for gradient in expected]).sum().sqrt()
+    assert record["gradient_norm"] == pytest.approx(float(norm), abs=1e-4)
 
 
 AVERAGE = ["optim.iterations=9", "run.checkpoint_every=2", "optim.average=3"]
