@@ -1,7 +1,9 @@
 """Where training runs: one CPU or GPU, or several processes that torchrun started.
 
 Lightning Fabric finds the processes, the device and the precision. Here a batch is shared among
-the processes, and their gradients are averaged, so that the result is that of one process.
+the processes, and their gradients are averaged, so that the result is that of one process. Where
+rows of a batch have different numbers of targets, as translations do, that is nearly so: a process
+takes the mean of its own targets, and all processes weigh alike, as all parts of an iteration do.
 
 Gradients are averaged once per iteration, after all passes. A gradient takes many evaluations of
 the velocity, so overlapping the exchange with the backward pass would gain nothing.
