@@ -8,7 +8,8 @@ seeds of one model. A discrete transformer and a model without a transport cost 
 OT-Transformer: where one is missing, the table says so.
 
 Characters are replaced, pixels get Gaussian or uniform noise, points are left out; never in
-training. The noise of a row is a function of (seed, row), the same for every model and step count.
+training. The noise of a row is a function of (seed, row), the same at every step count and for all
+models of one window, which says how many rows are disturbed at once.
 """
 
 import dataclasses
