@@ -260,7 +260,8 @@ def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
     plain: list[nn.Parameter] = []
     endings: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        inside = name.startswith(("embed.blocks.", "embed.project."))  # of a prelude
+        # Of a prelude, or the first block of a discrete Set Transformer.
+        inside = name.startswith(("embed.blocks.", "embed.project.", "embed.block."))
         matrix = parameter.dim() >= 2 and (inside or not name.startswith("embed"))
         ending = name.startswith(ENDINGS)
         (endings if ending else decayed if matrix else plain).append(parameter)

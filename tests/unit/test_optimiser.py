@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
 from train.data import open_dataset
+from train.data.batch import Sizes
 from train.devices import Devices
+from train.families import InducedBlock
 from train.loop import TrainingLoop, learning_rate, make_optimiser, train
 from train.model import build_model
 from train.objective import task_loss
@@ -70,6 +72,16 @@ def test_decay_is_of_matrices_but_not_of_embeddings_and_betas_are_those_asked_fo
         assert name in plain
     assert "velocity.blocks.0.norm1.weight" in plain
     assert not decayed & plain and len(decayed | plain) == len(names)
+
+
+def test_the_first_block_of_a_discrete_set_transformer_decays_as_the_others_do() -> None:
+    recipe = load_recipe("modelnet-discrete", ["model.width=8", "model.heads=2"])
+    model = build_model(recipe.model, Sizes(classes=3, dimensions=3))
+    decayed = {id(one) for one in make_optimiser(model, recipe.optim).param_groups[0]["params"]}
+    blocks = [one for one in model.modules() if isinstance(one, InducedBlock)]
+    assert len(blocks) == recipe.model.layers
+    for block in blocks:
+        assert all(id(one) in decayed for one in block.parameters() if one.dim() > 1)
 
 
 def test_smoothing_spreads_its_share_over_all_classes() -> None:
