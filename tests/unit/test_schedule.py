@@ -54,6 +54,13 @@ def test_a_sandwich_is_full_smallest_and_one_between() -> None:
     assert expected_steps(few) == 9
 
 
+def test_a_tail_of_larger_counts_costs_more_than_the_full_one() -> None:
+    tail = StepsConfig(full=8, short=(), schedule="tail", dial="time", grow=0.0)
+    spent = [turn.counts[0] for turn in turns(tail)]
+    assert max(spent) == 32 and min(spent) < 4
+    assert sum(spent) / COUNT == pytest.approx(expected_steps(tail), rel=0.02)
+
+
 @pytest.mark.parametrize("config", [ANY, SANDWICH])
 def test_the_clock_is_the_cost(config: StepsConfig) -> None:
     """The share that `progress` tells is that of the velocity evaluations really spent."""
