@@ -65,3 +65,13 @@ def test_the_interval_of_a_share_holds_it_even_where_all_are_right(rows: int) ->
     for hits in range(rows + 1):
         low, high = wilson(hits, rows)
         assert 0 <= low <= hits / rows <= high <= 1
+
+
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    """Its ends are where the share is z deviations of the binomial away from what was seen."""
+    for hits, rows in ((8, 10), (3, 97), (60, 80)):
+        for end in wilson(hits, rows):
+            away = (hits / rows - end) ** 2
+            assert away == pytest.approx(1.959964**2 * end * (1 - end) / rows, rel=1e-6)
+    assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert wilson(10, 10) == pytest.approx((0.7224672, 1.0), abs=1e-6)
