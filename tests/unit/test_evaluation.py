@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.tiny_runs import tiny_label_run
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_point_recipe, trained
 from train.evaluate import evaluate_run, methods_named
 from train.evaluation_report import print_report
 
@@ -36,3 +36,17 @@ def test_a_way_that_is_named_twice_is_measured_once(tmp_path: Path) -> None:
         for steps, methods in (([2], ["euler"]), ([2, 2], ["euler", "euler"]))
     )
     assert once == twice and methods_named("rk4,euler,rk4") == ["rk4", "euler"]
+
+
+def test_a_last_batch_of_fewer_rows_weighs_as_much_as_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tiny_point_recipe(tmp_path, "optim.iterations=2", "data.held_out=0.2"), tmp_path)
+    (whole,) = evaluate_run(run, [2]).rows
+    monkeypatch.setattr("train.evaluate.rows_at_once", lambda recipe, sizes: 15)  # of 16
+    (parts,) = evaluate_run(run, [2]).rows
+    assert parts.quality.samples == whole.quality.samples == 16 and parts.nfe == whole.nfe == 2
+    assert parts.gap == pytest.approx(whole.gap, rel=1e-4) and parts.gap > 0
+    assert parts.displacements == pytest.approx(whole.displacements, rel=1e-4)
+    assert parts.quality.loss == pytest.approx(whole.quality.loss, rel=1e-5)
+    assert parts.quality.cost == pytest.approx(whole.quality.cost, rel=1e-4)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.data.batch import IGNORED, Batch
-from train.quality import Tally
+from train.data.batch import IGNORED, Batch, Sizes
+from train.model import build_model
+from train.quality import Tally, measure_model
+from train.recipe import ModelConfig
 from train.tally import wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])
@@ -75,3 +77,15 @@ def test_the_interval_of_a_share_is_wilsons() -> None:
             assert away == pytest.approx(1.959964**2 * end * (1 - end) / rows, rel=1e-6)
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
     assert wilson(10, 10) == pytest.approx((0.7224672, 1.0), abs=1e-6)
+
+
+def test_a_model_is_measured_without_dropout_and_trains_on_with_it() -> None:
+    config = ModelConfig("encoder", width=8, heads=2, hidden=8, dropout=0.5, embed_dropout=0.5)
+    model = build_model(config, Sizes(vocabulary=9, classes=3)).train()
+    batch = Batch((torch.arange(1, 9).view(2, 4),), torch.tensor([0, 2]))
+    found = [measure_model(model, [batch], True, 2, "euler").loss for _ in range(2)]
+    assert model.training
+    logits = model.eval()(*batch.inputs, steps=2).logits.detach()
+    assert found == pytest.approx([float(F.cross_entropy(logits, batch.targets))] * 2, rel=1e-5)
+    measure_model(model, [batch], True, 2, "euler")
+    assert not model.training
