@@ -13,6 +13,7 @@ from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
 from train.data import open_dataset
 from train.data.batch import Sizes
+from train.data.labelled import LabelledDataset
 from train.devices import Devices
 from train.families import InducedBlock
 from train.loop import TrainingLoop, learning_rate, make_optimiser, train
@@ -95,6 +96,25 @@ def test_smoothing_spreads_its_share_over_all_classes() -> None:
         ]
         found = task_loss(logits, targets, smoothing)
         torch.testing.assert_close(found, torch.stack(rows).mean())
+
+
+def test_balanced_classes_weigh_alike_and_a_row_weighs_one_in_the_mean(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    rows = [f"text {i} of some words,{'rare' if i % 4 == 0 else 'common'}" for i in range(80)]
+    table.write_text("\n".join(["text,label", *rows]) + "\n", encoding="utf-8")
+    small = ["model.width=8", "model.heads=2", "model.hidden=8", "optim.transport=0"]
+    settings = [*small, "optim.class_weights=balanced", "run.threads=1"]
+    recipe = load_recipe("classifier", settings, str(table))
+    dataset = open_dataset(recipe)
+    assert isinstance(dataset, LabelledDataset)
+    counts = torch.tensor(dataset.class_counts, dtype=torch.float32)  # common, rare
+    model = build_model(recipe.model, dataset.sizes)
+    optimiser = make_optimiser(model, recipe.optim)
+    devices = Devices("cpu", "fp32")
+    loop = TrainingLoop(recipe, tmp_path, dataset, model, optimiser, True, devices)
+    weights = loop.objective.class_weights
+    assert weights is not None and counts[0] > 2 * counts[1] > 0
+    torch.testing.assert_close(weights * counts, (counts.sum() / 2).expand(2))
 
 
 def test_the_smoothing_of_a_recipe_reaches_its_loss(tmp_path: Path) -> None:
