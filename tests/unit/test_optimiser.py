@@ -209,6 +209,15 @@ def test_a_run_leaves_the_mean_of_its_last_checkpoints(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], left[name]) for name in left)
 
 
+def test_a_run_of_fewer_checkpoints_leaves_the_mean_of_those(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    short = ["optim.iterations=4", "run.checkpoint_every=2", "optim.average=3"]
+    train(tiny_label_recipe(*short), run, quiet=True)
+    two, four = (load_file(run / AVERAGED / f"{i}.safetensors") for i in (2, 4))
+    for name, value in load_file(run / MODEL).items():
+        torch.testing.assert_close(value, (two[name] + four[name]) / 2)
+
+
 def test_an_interrupted_run_averages_the_same_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
