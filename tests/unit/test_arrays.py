@@ -41,13 +41,15 @@ def test_mean_and_deviation_are_measured_on_what_is_trained_on(tmp_path: Path) -
 
 def test_half_of_the_images_are_mirrored_in_training_only(tmp_path: Path) -> None:
     plain, flipped = dataset(tmp_path), dataset(tmp_path, flip=True)
-    mirrored = 0
+    mirrored, seen = 0, set()
     for i in range(30):
         before, after = plain.batch(i, 12, 0).inputs[0], flipped.batch(i, 12, 0).inputs[0]
         turned = [torch.equal(b, a.flip(-1)) for b, a in zip(before, after, strict=True)]
         kept = [torch.equal(b, a) for b, a in zip(before, after, strict=True)]
         assert all(one != other for one, other in zip(turned, kept, strict=True))
         mirrored += sum(turned)
+        seen |= {one.numpy().tobytes() for one in before}
+    assert len(seen) == 36  # one form of each row where nothing is mirrored
     assert mirrored / 360 == pytest.approx(0.5, abs=0.1)
     for one, other in zip(plain.held_out(3), flipped.held_out(3), strict=True):
         assert torch.equal(one.inputs[0], other.inputs[0])
