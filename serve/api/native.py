@@ -25,7 +25,6 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    LazyList,
     StreamChunk,
     Submission,
     TextEvent,
@@ -230,7 +229,7 @@ class AnswerWriter:
             "text": event.text,
             "finish_reason": event.finish_reason,
             "seed": request.sampling.seed,
-            "logprobs": None if request.logprobs is None else LazyList(map(_score, event.logprobs)),
+            "logprobs": None if request.logprobs is None else map(_score, event.logprobs),
             "usage": Usage.of(len(request.prompt), event.completion_tokens),
             "budget": budget_of(submission.decision),
             "timing": spent,

@@ -47,7 +47,6 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    LazyList,
     StreamChunk,
     Submission,
     answer_of,
@@ -300,7 +299,7 @@ class ChatChunk(ChunkObject):
     )
 
 
-Listed = Callable[[Iterable[Any]], object]  # makes a list of an answer
+Listed = Callable[[Iterable[Any]], object]  # makes a list of an answer, or leaves it an iterator
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -335,7 +334,7 @@ class ResponseFormat(ABC):
         """The text of a token; None at the end."""
 
     @abstractmethod
-    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = iter) -> Fields:
         """Log-probabilities, in lists of this kind."""
 
     def choices(self, events: Sequence[GeneratedEvent]) -> list[Fields]:
@@ -370,7 +369,7 @@ class CompletionFormat(ResponseFormat):
     def delta(self, text: str | None) -> Fields:
         return {"text": text or ""}
 
-    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = iter) -> Fields:
         """The fields of CompletionLogprobs."""
         return {
             "tokens": listed(one.token for one in logprobs),
@@ -400,7 +399,7 @@ class ChatFormat(ResponseFormat):
     def delta(self, text: str | None) -> Fields:
         return {"delta": {} if text is None else {"content": text}}
 
-    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = iter) -> Fields:
         """The fields of ChatLogprobs."""
         return {"content": listed(map(_token_logprob, logprobs)), "refusal": None}
 
@@ -1251,7 +1250,7 @@ def unit_vectors(found: Sequence[Scores | Tags]) -> FloatArray:
 
 def _embedding_items(
     vectors: FloatArray, steps: Sequence[int], as_bytes: bool
-) -> Iterable[EmbeddingItem]:
+) -> Iterator[EmbeddingItem]:
     for index, (vector, taken) in enumerate(zip(vectors, steps, strict=True)):
         shown: list[float] | str
         if as_bytes:
@@ -1355,9 +1354,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         body = {
             "object": "list",
             "model": served.name,
-            "data": LazyList(
-                _embedding_items(vectors, event.steps, asked.encoding_format == "base64")
-            ),
+            "data": _embedding_items(vectors, event.steps, asked.encoding_format == "base64"),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             "stepdial": {
                 "budget": budget_of(submission.decision.served_at(min(event.steps))),

@@ -5,7 +5,7 @@ or stream.
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -642,27 +642,14 @@ _SLICE = 64  # items written together
 PIECE_BYTES = 2**16
 
 
-@final
-class LazyList:
-    """A list in an answer, whose items are made when they are written."""
-
-    def __init__(self, items: Iterable[object]) -> None:
-        self._items = items
-
-    def written(self) -> Iterator[bytes]:
-        items, first = iter(self._items), True
-        yield b"["
-        while some := [*islice(items, _SLICE)]:
-            text = to_json(some)[1:-1]
-            yield text if first else b"," + text
-            first = False
-        yield b"]"
-
-
 def written(value: object) -> Iterator[bytes]:
-    """The JSON of this value, in parts of any size."""
-    if isinstance(value, LazyList):
-        yield from value.written()
+    """The JSON of this value, in parts of any size. Items of an iterator are made as it goes."""
+    if isinstance(value, Iterator):
+        before = b"["
+        while some := [*islice(value, _SLICE)]:
+            yield before + to_json(some)[1:-1]
+            before = b","
+        yield b"]" if before == b"," else b"[]"
     elif isinstance(value, Mapping):
         before = b"{"
         for key, member in value.items():
@@ -682,7 +669,7 @@ def written(value: object) -> Iterator[bytes]:
 
 
 def answer_of(body: Mapping[str, object], entries: int, *headers: tuple[bytes, bytes]) -> Response:
-    """A 200 with this body, whose LazyLists have `entries` items together."""
+    """A 200 with this body, whose iterators have `entries` items together."""
     if entries <= FEW_ENTRIES:
         return ReadyAnswer(b"".join(written(body)), *headers)
     return PiecewiseAnswer(body, *headers)

@@ -29,7 +29,6 @@ from serve.api.submission import (
     PIECE_BYTES,
     EventQueue,
     EventStream,
-    LazyList,
     PiecewiseAnswer,
     TextEvent,
     answer_of,
@@ -119,7 +118,7 @@ def test_plain_values_are_written_as_json(value: Any) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 def test_lists_are_written_item_by_item(count: int) -> None:
-    text = b"".join(written({"some": LazyList({"at": at} for at in range(count))}))
+    text = b"".join(written({"some": ({"at": at} for at in range(count))}))
     assert json.loads(text) == {"some": [{"at": at} for at in range(count)]}
 
 
