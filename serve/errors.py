@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 # Longest message: numbers and names in it come from the client, in any length.
 _MOST_CHARACTERS = 2000
+_SOON, _CLOSE = {"retry-after": "1"}, {"connection": "close"}  # headers of several
 
 
 def is_panic(error: BaseException) -> bool:
@@ -21,6 +22,7 @@ class ServeError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    own_headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
         message = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "…"
@@ -34,8 +36,8 @@ class ServeError(Exception):
         public = {"code": self.code, "message": self.message, "param": self.param}
         return {"error": public | self.details}
 
-    def headers(self) -> dict[str, str]:
-        return {}
+    def headers(self) -> Mapping[str, str]:
+        return self.own_headers
 
 
 class BadRequest(ServeError):
@@ -69,7 +71,7 @@ class Unauthorized(ServeError):
         super().__init__(message)
         self._of_script = of_script
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> Mapping[str, str]:
         # Basic makes a browser ask for the key; scripts of a page get Bearer and ask themselves.
         basic = 'Basic realm="Stepdial", charset="UTF-8"'
         return {"www-authenticate": 'Bearer realm="Stepdial"' if self._of_script else basic}
@@ -117,25 +119,21 @@ class MethodNotAllowed(ServeError):
         self._allowed = ", ".join(allowed)
         super().__init__(f"{path} does not take {method}: send {self._allowed}")
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> Mapping[str, str]:
         return {"allow": self._allowed}
 
 
 class RequestTimeout(ServeError):
     status = 408
     code = "request_timeout"
-
-    def headers(self) -> dict[str, str]:
-        return {"connection": "close"}
+    own_headers = _CLOSE
 
 
 class PayloadTooLarge(ServeError):
     status = 413
     code = "payload_too_large"
-
-    def headers(self) -> dict[str, str]:
-        # The rest of the body is not read, so the connection cannot carry another request.
-        return {"connection": "close"}
+    # The rest of the body is not read, so the connection cannot carry another request.
+    own_headers = _CLOSE
 
 
 class UrlTooLong(ServeError):
@@ -146,9 +144,7 @@ class UrlTooLong(ServeError):
 class UnsupportedEncoding(ServeError):
     status = 415
     code = "unsupported_encoding"
-
-    def headers(self) -> dict[str, str]:
-        return {"accept-encoding": "gzip, deflate"}
+    own_headers: ClassVar = {"accept-encoding": "gzip, deflate"}
 
 
 class HeadersTooLarge(ServeError):
@@ -217,7 +213,7 @@ class QueueFull(ServeError):
         super().__init__(message, retry_after_ms=max(1, math.ceil(retry_after_s * 1000)))
         self.retry_after_s = retry_after_s
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> Mapping[str, str]:
         return {
             "retry-after": str(max(1, math.ceil(self.retry_after_s))),
             "retry-after-ms": str(self.details["retry_after_ms"]),
@@ -263,10 +259,6 @@ class InternalError(ServeError):
 class Unavailable(ServeError):
     status = 503
     code = "unavailable"
-    retry_headers: ClassVar[Mapping[str, str]] = {}
-
-    def headers(self) -> dict[str, str]:
-        return dict(self.retry_headers)
 
 
 class NotReady(Unavailable):
@@ -282,28 +274,28 @@ class Stalled(NotReady):
         super().__init__(message)
         self._retry_after_s = retry_after_s
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> Mapping[str, str]:
         return {"retry-after": str(max(1, math.ceil(self._retry_after_s)))}
 
 
 class Draining(Unavailable):
     code = "draining"
-    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    own_headers = _SOON | _CLOSE
 
 
 class Crowded(Unavailable):
     code = "too_many_connections"
-    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    own_headers = _SOON | _CLOSE
 
 
 class ModelGone(Unavailable):
     code = "model_gone"
-    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    own_headers = _SOON
 
 
 class OutOfMemory(Unavailable):
     code = "out_of_memory"
-    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    own_headers = _SOON
 
     def __init__(self) -> None:
         super().__init__("the server has no memory left for this request: send it again later")
