@@ -296,7 +296,6 @@ SLACK, FLOOR = 16.0, 2e-6
 ROUNDED_TO = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8}
 CACHES_ROUNDED_TO = {"kv_fp16": 2.0**-11, "kv_int8": 2.0**-8}
 CONTINUED_TOKENS = 24
-EXTENDED_TOKENS = 3
 ALONE_TOKENS = 5
 
 
@@ -379,13 +378,9 @@ def _decode(
     batch: DecodeBatch, tokens: IntArray, prompts: list[int], logits: FloatArray, count: int
 ) -> None:
     """Read the prompts and take in the logits of so many tokens more."""
-    several = min(EXTENDED_TOKENS, count)
     for row, prompt in enumerate(prompts):
         logits[row, prompt - 1] = batch.add(tokens[row, :prompt])
-    for row, prompt in enumerate(prompts):
-        more = slice(prompt, prompt + several)
-        logits[row, more] = batch.extend(row, tokens[row, more])
-    _continue(batch, tokens, logits, count - several)
+    _continue(batch, tokens, logits, count)
 
 
 def _verify_translator(

@@ -147,12 +147,6 @@ class FakeBatch:
         self._check(tokens)
         return self._grow(tokens)
 
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        self._mood.call("prefill", self._steps, tokens)
-        self._lengths[row] += len(tokens)
-        assert self._lengths[row] <= self._window
-        return self._next(tokens)
-
     def _check(self, tokens: IntArray) -> None:
         assert tokens.shape == (len(self._lengths),)
         assert max(self._lengths) < self._window, "a row has no room"

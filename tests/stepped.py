@@ -84,9 +84,6 @@ class CountedBatch:
         logits: FloatArray = self._model.logits(1)[0]
         return logits
 
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        raise NotImplementedError("the engine never asks for this")
-
     def _grown(self) -> FloatArray:
         assert max(self.lengths) < self._model.window, "a full row was decoded"
         self.lengths = [length + 1 for length in self.lengths]

@@ -338,24 +338,6 @@ class CachedRows:
         self.join(prefill)
         return logits.copy()
 
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        tokens = check_tokens(tokens, 1, self._passes.vocab_size)  # (S,)
-        self._check_row(row)
-        past, max_tokens = int(self._past[row]), self._caches.layout.max_tokens
-        if past + len(tokens) > max_tokens:
-            raise WindowFullError(
-                f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
-            )
-        rows = len(self._past)
-        longest = self._longest()
-        if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
-            self._bound_pass = None
-        caches = [array[row : row + 1] for array in self._caches.arrays]
-        bound_pass = self._passes.open(caches, tokens[None], _one(past), np.arange(len(tokens)))
-        logits: FloatArray = bound_pass.run()[0]  # (S, V)
-        self._past[row] += len(tokens)
-        return logits
-
     def step(self, tokens: IntArray) -> FloatArray:
         self.make_room(tokens)
         if self._bound_pass is None:
@@ -367,7 +349,8 @@ class CachedRows:
         return logits
 
     def remove(self, row: int) -> None:
-        self._check_row(row)
+        if not 0 <= row < len(self._past):
+            raise IndexError(f"there is no row {row} among {len(self._past)}")
         assert self.step_state is None, "a row leaves between two tokens"
         before, last = self.lengths, len(self._past) - 1
         past = self._past[:last].copy()
@@ -381,10 +364,6 @@ class CachedRows:
 
     def _longest(self) -> int:
         return int(self._past.max(initial=0))
-
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self._past):
-            raise IndexError(f"there is no row {row} among {len(self._past)}")
 
     def make_room(self, tokens: IntArray) -> PastArray:
         """Make room for one more token (B,) in every row; returns the positions (B,) they have."""

@@ -170,30 +170,11 @@ class OrtPrefixBatch:
         self._rows = grown
         return logits
 
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        self._check_row(row)
-        base = self._rows[row]
-        grown = [
-            replace(base, tokens=np.concatenate([base.tokens, tokens[: count + 1]]))
-            for count in range(len(tokens))
-        ]
-        if len(grown[-1].tokens) > self._graph.max_tokens:
-            raise WindowFullError(
-                f"{len(tokens)} tokens behind {len(base.tokens)} are more than the "
-                f"{self._graph.max_tokens} positions of a row"
-            )
-        logits = self._graph.after(grown)  # (S, V)
-        self._rows[row] = grown[-1]
-        return logits
-
     def remove(self, row: int) -> None:
-        self._check_row(row)
-        self._rows[row] = self._rows[-1]
-        self._rows.pop()
-
-    def _check_row(self, row: int) -> None:
         if not 0 <= row < len(self._rows):
             raise IndexError(f"there is no row {row} among {len(self._rows)}")
+        self._rows[row] = self._rows[-1]
+        self._rows.pop()
 
 
 @final

@@ -138,10 +138,6 @@ class DecodeBatch(Protocol):
         """One token a row (B,) to logits (B, V); every row grows by one position."""
         ...
 
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        """Several tokens (S,) after one row to the logits (S, V) after each of them."""
-        ...
-
     def remove(self, row: int) -> None:
         """Remove a row; the last row takes its number."""
         ...

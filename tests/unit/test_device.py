@@ -81,7 +81,7 @@ def decoder_of(bundle: Bundle, steps: int, memory: Memory | None = None) -> OrtD
 
 
 def written(decoder: OrtDecoder, vocab_size: int) -> list[FloatArray]:
-    """The logits of rows that come, go, grow past a bucket and are extended."""
+    """The logits of rows that come, go, and grow past a bucket."""
     chance = np.random.default_rng(0)
 
     def tokens(count: int) -> IntArray:
@@ -93,7 +93,6 @@ def written(decoder: OrtDecoder, vocab_size: int) -> list[FloatArray]:
     for _ in range(4):
         seen.append(batch.step(tokens(3)))
     batch.remove(0)  # the last row takes its number
-    seen.append(batch.extend(1, tokens(7)))
     for _ in range(3):
         seen.append(batch.step(tokens(2)))
     prefill = batch.read(tokens(30), positions=150)

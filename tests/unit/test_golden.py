@@ -65,9 +65,8 @@ def test_a_golden_bundle_answers_as_it_did(name: str) -> None:
 
 
 def token_by_token(decoder: Any, tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Logits (S, V), the first two tokens read together and the others one at a time."""
+    """Logits (S, V)."""
     batch = decoder.open_batch()
     logits = [batch.add(tokens[:1])]
-    logits += [*batch.extend(0, tokens[1:3])]
-    logits += [batch.step(tokens[at : at + 1])[0] for at in range(3, len(tokens))]
+    logits += [batch.step(tokens[at : at + 1])[0] for at in range(1, len(tokens))]
     return np.array(logits)

@@ -223,33 +223,6 @@ def test_a_failing_prefill_changes_nothing(
     np.testing.assert_array_equal(batch.step(np.array([3]))[0], expected)
 
 
-def test_several_tokens_behind_a_row_are_as_one_after_another(generator: OpenedModel) -> None:
-    decoder = generator.decoder(2)
-    tokens = random_tokens(generator, 90)
-    batch = decoder.open_batch()
-    batch.add(tokens[:3])
-    batch.add(tokens[10:50])
-    together = batch.extend(1, tokens[50:90])  # (40, V), across a boundary of 64 positions
-    assert batch.lengths == [3, 80]
-    whole = decoder.forward(tokens[None, 10:90])[0]  # (80, V)
-    np.testing.assert_allclose(together, whole[40:], rtol=0, atol=TOLERANCE)
-    after = batch.step(np.array([5, 6]))
-    expected = [decode_alone(decoder, np.append(tokens[:3], 5), 3)[-1]]
-    expected += [decode_alone(decoder, np.append(tokens[10:90], 6), 80)[-1]]
-    np.testing.assert_allclose(after, expected, rtol=0, atol=TOLERANCE)
-
-
-def test_more_tokens_than_the_window_has_left_change_nothing(generator: OpenedModel) -> None:
-    batch = generator.decoder(1).open_batch()
-    batch.add(random_tokens(generator, 150))
-    with pytest.raises(WindowFullError, match=r"11 tokens behind 150 .*max_tokens \(160\)"):
-        batch.extend(0, random_tokens(generator, 11))
-    with pytest.raises(IndexError, match="no row 1 among 1"):
-        batch.extend(1, random_tokens(generator, 1))
-    assert batch.lengths == [150]
-    assert batch.extend(0, random_tokens(generator, 10)).shape[0] == 10
-
-
 @pytest.mark.parametrize("steps", STEPS)
 def test_padded_rows_equal_rows_alone(labeller: OpenedModel, steps: int) -> None:
     classifier = labeller.classifier(steps)
