@@ -143,17 +143,6 @@ class Limits:
     queue_wait_s: float = math.inf  # the longest predicted wait of a new request
     degrade_wait_s: float | None = None  # predicted wait at which steps are cut; None: never
 
-    def __post_init__(self) -> None:
-        for name in ("queue_requests", "batch_rows", "batch_tokens", "decode_rows", "cache_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.max_wait_s < 0:
-            raise ValueError("max_wait_s must not be negative")
-        if self.queue_wait_s <= 0:
-            raise ValueError("queue_wait_s must be greater than 0")
-        if self.degrade_wait_s is not None and self.degrade_wait_s <= 0:
-            raise ValueError("degrade_wait_s must be greater than 0, or None")
-
 
 @dataclass(slots=True)
 class Unread:

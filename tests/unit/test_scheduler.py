@@ -131,11 +131,3 @@ def test_busy_lanes() -> None:
     s.submit(generate())
     assert s.model("c").busy() == [(CLASSIFY, "classify")]
     assert s.model("g").busy() == [(GENERATE, "prefill")]
-
-
-@pytest.mark.parametrize(
-    "limits", [{"queue_requests": 0}, {"batch_rows": 0}, {"cache_bytes": 0}, {"max_wait_s": -1}]
-)
-def test_limits_that_allow_nothing_are_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(limits))):
-        Limits(**limits)
