@@ -347,29 +347,24 @@ class RowCaches:
         self._resize(used, held, self.layout.rows_for(rows), capacity, self.lead)
         return True
 
-    def shrink(self, used: int, held: int, positions: int) -> bool:
-        """Free memory when three quarters are idle; True if the buffers moved.
+    def shrink(self, used: int, held: int, positions: int) -> None:
+        """Free memory when three quarters are idle.
 
         As in `reserve`; room for this many positions stays.
         """
         if used == 0:
-            moved = bool(self.arrays)
             self.arrays, self._blocks, self._memory = [], [], None
             self.rows = self.capacity = self.nbytes = 0
             self.version = new_version()
-            return moved
+            return
         capacity = self.layout.capacity_for(positions)
         # The slack keeps a batch at a boundary from copying its caches back and forth. Positions
         # get less slack, since it slows every step.
         wasteful = 4 * used * capacity <= self.rows * self.capacity
-        if not wasteful and 2 * capacity > self.capacity:
-            return False
-        rows = min(self.rows, self.layout.rows_for(2 * used))
-        try:
-            self._resize(used, held, rows, capacity, self.lead)
-        except MemoryError:  # keeping more than needed is no failure
-            return False
-        return True
+        if wasteful or 2 * capacity <= self.capacity:
+            rows = min(self.rows, self.layout.rows_for(2 * used))
+            with suppress(MemoryError):  # keeping more than needed is no failure
+                self._resize(used, held, rows, capacity, self.lead)
 
     def arrange(self, lead: int, held: int) -> bool:
         """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
