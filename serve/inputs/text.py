@@ -306,10 +306,9 @@ class TextCodec:
 
     def encode_prompt(self, text: str, param: str = "prompt") -> list[int]:
         """The tokens of a prompt, or of a text to translate; they must fit the model's window."""
-        limit = self.max_tokens
-        encoded = self._encode(text, param, limit, 0)
+        encoded = self._encode(text, param, self.max_tokens, 0)
         if encoded.truncated:
-            raise self._too_long(encoded, param, self._shorter)
+            raise self._too_long(encoded.counted, param, self._shorter)
         return encoded.tokens
 
     @property
@@ -353,14 +352,13 @@ class TextCodec:
             return self.encode_prompt(text, param)
         limit = self.max_tokens
         if self._encoder.ends(text, limit, 0) is not None:  # so long that nothing else matters
-            raise self._too_long(Encoded([0] * limit, truncated=True), param, self._shorter)
+            raise self._too_long(None, param, self._shorter)
         begin = self.begin
         tokens = self._marked(text, broken, character)
         if tokens[: len(begin)] != begin:
             tokens = begin + tokens
         if len(tokens) > limit:
-            encoded = Encoded(tokens[:limit], truncated=True, counted=len(tokens))
-            raise self._too_long(encoded, param, self._shorter)
+            raise self._too_long(len(tokens), param, self._shorter)
         return tokens
 
     @cached_property
@@ -397,10 +395,8 @@ class TextCodec:
 
     def check_prompt(self, tokens: Sequence[int], param: str) -> list[int]:
         """The tokens of a prompt that was sent as tokens, checked."""
-        limit = self.max_tokens
-        if len(tokens) > limit:
-            encoded = Encoded(list(tokens[:limit]), truncated=True, counted=len(tokens))
-            raise self._too_long(encoded, param, self._shorter)
+        if len(tokens) > self.max_tokens:
+            raise self._too_long(len(tokens), param, self._shorter)
         for index, token in enumerate(tokens):
             if not 0 <= token < self._spec.vocab_size or token == self._spec.pad_id:
                 raise Unprocessable(
@@ -418,7 +414,7 @@ class TextCodec:
             raise self._not_exact(encoded, param)
         if encoded.truncated and not truncate:
             raise self._too_long(
-                encoded,
+                encoded.counted,
                 param,
                 f"shorten it, or allow truncate to keep its first {head}"
                 + (f" and last {tail} tokens" if tail else " tokens"),
@@ -493,11 +489,11 @@ class TextCodec:
             return "translate it in parts, for example by sentences"
         return "shorten it, for example to its end"
 
-    def _too_long(self, encoded: Encoded, param: str, advice: str) -> TooLong:
-        limit = len(encoded.tokens)
-        # Of a much longer text only the ends were encoded, so its tokens were not counted.
-        known = {} if encoded.counted is None else {"tokens": encoded.counted}
-        found = f"more than {limit}" if encoded.counted is None else str(encoded.counted)
+    def _too_long(self, tokens: int | None, param: str, advice: str) -> TooLong:
+        """Of a much longer text only the ends are encoded, so its tokens are not counted."""
+        limit = sum(self._kept)
+        known = {} if tokens is None else {"tokens": tokens}
+        found = f"more than {limit}" if tokens is None else str(tokens)
         return TooLong(
             f"{param} has {found} tokens, but {self._manifest.name} reads at most {limit}: "
             f"{advice}",
