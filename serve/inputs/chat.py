@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
@@ -16,17 +16,9 @@ from serve.bundle import Bundle, BundleError
 from serve.errors import InvalidField, Unprocessable
 
 MAX_MESSAGES = 1024
-ROLES = ("system", "developer", "user", "assistant")
-# Fields of assistant messages that clients send back as they got them: null or empty, depending on
-# the server that made them.
-_NEVER = (
-    *("refusal", "audio", "function_call", "tool_calls", "annotations"),
-    *("parsed", "reasoning", "reasoning_content"),
-)
-_LISTS = ("tool_calls", "annotations")
-_KEYS = ("role", "content", "name")
 
-
+Role = Literal["system", "developer", "user", "assistant"]
+ROLES = get_args(Role)
 NoItems = Annotated[list[Any], Field(max_length=0)] | None
 
 
@@ -44,9 +36,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description="Who says it; `developer` means `system`. There are no tools."
-    )
+    role: Role = Field(description="Who says it; `developer` means `system`. There are no tools.")
     content: str | list[TextPart] = Field(description="What is said.")
     name: str | None = Field(None, description="Of the speaker, for templates that use it.")
     refusal: None = Field(None, description="Only null, as answers have it.")
@@ -57,6 +47,13 @@ class ChatMessage(BaseModel):
     parsed: None = Field(None, description="Only null, as clients add it to answers.")
     reasoning: None = Field(None, description="Only null, as answers of other servers have it.")
     reasoning_content: None = Field(None, description="Only null, as `reasoning`.")
+
+
+_KEYS = ("role", "content", "name")
+# Fields of assistant messages that clients send back as they got them: null or empty, depending on
+# the server that made them.
+_NEVER = ChatMessage.model_fields.keys() - {*_KEYS}
+_LISTS = ("tool_calls", "annotations")
 
 
 @dataclass(frozen=True, slots=True)
