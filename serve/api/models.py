@@ -285,11 +285,7 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
         range=None if manifest.range is None else DialRange.model_validate(manifest.range),
-        max_disagreement=[
-            level.max_disagreement
-            for level in (manifest.calibration.levels if manifest.calibration else ())
-            if level.threshold is not None
-        ],
+        max_disagreement=manifest.early_levels,
         traces=served.model.single_steps,
         metric=manifest.rungs[0].quality.metric,
         labels=None if manifest.labels is None else list(manifest.labels),

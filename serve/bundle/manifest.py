@@ -522,6 +522,12 @@ class Manifest(Part):
         return f"{self.precision}, {bits}-bit caches" if bits else self.precision
 
     @property
+    def early_levels(self) -> list[float]:
+        """The values of max_disagreement at which answers can stop early."""
+        levels = () if self.calibration is None else self.calibration.levels
+        return [level.max_disagreement for level in levels if level.threshold is not None]
+
+    @property
     def text_input(self) -> TextInput:
         """The input of a model that takes text."""
         assert isinstance(self.input, TextInput), f"{self.name} takes no text"
