@@ -634,17 +634,13 @@ class OpenAIFields(SamplingFields):
         return 1 if self.n is None else self.n
 
     @property
-    def streams(self) -> bool:
-        return bool(self.stream)
-
-    @property
     def counts_in_stream(self) -> bool:
         """Whether the stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "OpenAIFields":
-        if self.stream_options is not None and not self.streams:
+        if self.stream_options is not None and not self.stream:
             raise InvalidField(
                 "stream_options are for streams: leave them out, or send stream: true",
                 param="stream_options",
@@ -736,7 +732,7 @@ class CompletionRequest(OpenAIFields):
                 f"best_of is {self.best_of}, but n is {self.answers}: send at least as many",
                 param="best_of",
             )
-        if self.streams and self.candidates > self.answers:
+        if self.stream and self.candidates > self.answers:
             raise InvalidField(
                 "best_of cannot be streamed, since the best is known at the end: leave out one of "
                 "best_of and stream",
@@ -965,14 +961,15 @@ class OpenAIAnswer:
         """The response or the stream; where the server chooses the step count, it does so now."""
         submission, response_format = self.submission, self.response_format
         submission.generate(self._requests(max_tokens, logprobs))
-        streams = self.asked.streams
         head: Fields = {
             "id": response_format.prefix + submission.exchange.id,
-            "object": response_format.chunk_kind if streams else response_format.whole_kind,
+            "object": response_format.chunk_kind
+            if self.asked.stream
+            else response_format.whole_kind,
             "created": int(time.time()),
             "model": submission.served.name,
         }
-        if streams:
+        if self.asked.stream:
             everything = range(len(submission.requests))
             writer = ChunkWriter(
                 response_format,
