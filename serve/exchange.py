@@ -122,7 +122,7 @@ class Exchange:
             return asyncio.create_task(self._await_disconnect(leave)).cancel
         if self.gone:
             leave()
-            return _nothing
+            return lambda: None
         self._watchers.append(leave)
         return lambda: self._watchers.remove(leave)
 
@@ -154,10 +154,6 @@ class Exchange:
 _WHOLE = (ReadyAnswer, Response)
 # The parameter `exchange` of a route's function.
 ThisExchange = Annotated[Exchange, Depends(Exchange.of)]
-
-
-def _nothing() -> None:
-    pass
 
 
 class Route(APIRoute):

@@ -118,25 +118,21 @@ def choose_tokens(
 ) -> list[int]:
     """The token of each row of logits (B, V), as token of this number of its answer.
 
-    All rows at once, since a call for each would take longer than small models do. A row's token
-    does not depend on other rows.
+    All rows at once, since a call for each would take longer than small models do. They are of one
+    model, so the same tokens are banned. A row's token does not depend on other rows.
     """
     if not samplers:  # no row has finite logits
         return []
     if len(samplers) == 1:
         return samplers[0].choose_following(logits, numbers[0])
     scores = logits.astype(np.float64)  # (B, V)
-    banned = samplers[0].banned
-    if all(one.banned == banned for one in samplers):  # rows of one model have the same
-        _rule_out(scores, banned)
-    else:
-        for row, sampler in zip(scores, samplers, strict=True):
-            _rule_out(row[None], sampler.banned)
+    _rule_out(scores, samplers[0].banned)
     drawn = [index for index, one in enumerate(samplers) if one.temperature > 0]
     if drawn:
-        scores[drawn] = _draw(
-            [samplers[index] for index in drawn], scores[drawn], [numbers[index] for index in drawn]
-        )
+        some = [samplers[index] for index in drawn]
+        temperatures = np.array([[one.temperature] for one in some])  # (D, 1)
+        noise = _draw_noise(some, [numbers[index] for index in drawn], scores.shape[1])
+        scores[drawn] = _add_noise(some, scores[drawn], temperatures, noise)
     chosen: list[int] = scores.argmax(axis=1).tolist()
     return chosen
 
@@ -145,13 +141,6 @@ def _rule_out(scores: ScoreArray, tokens: Sequence[int]) -> None:
     """Give these few tokens the lowest scores (B, V)."""
     for token in tokens:
         scores[:, token] = -np.inf
-
-
-def _draw(samplers: Sequence[Sampler], scores: ScoreArray, numbers: Sequence[int]) -> ScoreArray:
-    """Scores (B, V) whose argmax is a sample from the distribution of these scores (B, V)."""
-    temperatures = np.array([[one.temperature] for one in samplers])  # (B, 1)
-    noise = _draw_noise(samplers, numbers, scores.shape[1])
-    return _add_noise(samplers, scores, temperatures, noise)
 
 
 def _draw_noise(samplers: Sequence[Sampler], numbers: Sequence[int], size: int) -> ScoreArray:
@@ -168,7 +157,7 @@ def _add_noise(
     temperatures: float | ScoreArray,
     noise: ScoreArray,
 ) -> ScoreArray:
-    """Scores (B, V), changed in place, as each row's sampler has them."""
+    """Scores (B, V), changed in place, whose argmax is a sample of each row's sampler."""
     scores -= scores.max(axis=1, keepdims=True)
     scores /= temperatures
     for row, sampler in zip(scores, samplers, strict=True):
