@@ -520,24 +520,30 @@ HISTORY = 0.5  # of ab2: the weight of the step before
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class StepSessions:
     """The sessions of one step: embed, step, head. Every rung runs on them."""
 
+    manifest: Manifest
     embed: InterruptibleSession
     step: InterruptibleSession
     single: InterruptibleSession  # the step of one token, which may be faster on fewer threads
     head: InterruptibleSession
-    timed: bool  # whether the step takes the time
-    sized: bool  # whether it takes its size; a pass of fixed depth does not
-    history: bool  # whether it takes the last velocity
-    stages: int  # evaluations a step
-    T: float
-    grid_steps: int | None  # dial of time: steps that cross [0, T]
-    endings: bool  # whether a shorter answer ends with a step of its own
-    contexts: tuple[str, ...]  # outputs of the embedding that the step takes besides the state
-    head_contexts: tuple[str, ...]  # and that the head takes
     memory: Memory = HOST  # where states and caches are
+
+    def __post_init__(self) -> None:
+        manifest = self.manifest
+        taken, read = ({node.name for node in one.get_inputs()} for one in (self.step, self.head))
+        given = [node.name for node in self.embed.get_outputs() if node.name != "x"]
+        # Outputs of the embedding that the step takes besides the state, and that the head takes.
+        self.contexts = [name for name in given if name in taken]
+        self.head_contexts = [name for name in given if name in read]
+        self.history = manifest.method == "ab2"  # whether the step takes the last velocity
+        self.stages = EVALUATIONS_PER_STEP[manifest.method]  # evaluations a step
+        self.grid_steps = manifest.grid_steps  # dial of time: steps that cross [0, T]
+        # Whether a shorter answer ends with a step of its own.
+        self.endings = manifest.step is not None and manifest.step.endings
+        self._timed, self._sized = "t" in taken, "h" in taken  # a pass of fixed depth takes none
 
     def step_of(self, tokens: int) -> InterruptibleSession:
         """The session for a step of this many tokens."""
@@ -554,10 +560,10 @@ class StepSessions:
         values: dict[str, float] = {}
         if ending:
             step = -1 - step
-        if self.sized:
-            values["h"] = self.T / (self.grid_steps or steps)
-        if self.timed:
-            values["t"] = self.T * step / (self.grid_steps or steps)
+        if self._sized:
+            values["h"] = self.manifest.step_size(steps)
+        if self._timed:
+            values["t"] = self.manifest.T * step / (self.grid_steps or steps)
         if self.history:
             values["history"] = HISTORY if step else 0.0
         return {name: np.full(rows, value, dtype=np.float32) for name, value in values.items()}
@@ -598,36 +604,7 @@ def open_steps(
                     file=str(bundle.folder / file),
                 )
     memory = memory_for(device, step.get_providers())
-    return step_sessions(manifest, embed, step, head, memory)
-
-
-def step_sessions(
-    manifest: Manifest,
-    embed: InterruptibleSession,
-    step: InterruptibleSession,
-    head: InterruptibleSession,
-    memory: Memory = HOST,
-) -> StepSessions:
-    """The sessions, with what their inputs say about them."""
-    given = [node.name for node in embed.get_outputs()]
-    names = {node.name for node in step.get_inputs()}
-    head_names = {node.name for node in head.get_inputs()}
-    return StepSessions(
-        embed,
-        step,
-        step,
-        head,
-        timed="t" in names,
-        sized="h" in names,
-        history=manifest.method == "ab2",
-        stages=EVALUATIONS_PER_STEP[manifest.method],
-        T=manifest.T,
-        grid_steps=manifest.grid_steps,
-        endings=manifest.step is not None and manifest.step.endings,
-        contexts=tuple(name for name in given if name != "x" and name in names),
-        head_contexts=tuple(name for name in given if name != "x" and name in head_names),
-        memory=memory,
-    )
+    return StepSessions(manifest, embed, step, step, head, memory)
 
 
 def _small_ends(manifest: Manifest) -> bool:

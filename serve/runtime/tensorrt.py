@@ -38,7 +38,6 @@ from serve.runtime.session import (
     InterruptibleSession,
     Profile,
     StepSessions,
-    step_sessions,
 )
 
 Array = npt.NDArray[np.generic]
@@ -914,7 +913,7 @@ class TrtModel:
             cast("InterruptibleSession", self._session(graph))
             for graph in (manifest.step.embed, manifest.step.step, manifest.step.head)
         )
-        return step_sessions(manifest, embed, step, head)
+        return StepSessions(manifest, embed, step, step, head)
 
     def _session(self, graph: str) -> TrtSession:
         if graph not in self._sessions:
