@@ -97,8 +97,6 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         # Memory, processor time and open files of this process.
         ProcessCollector(namespace="stepdial", registry=self.registry)
-        self._served: dict[str, tuple[str, ...]] = {}  # labels of what is served, by name
-        self._promises: dict[str, list[str]] = {}  # of its calibration, the same
         self.requests = self._counter(
             "requests", "Requests by route, model and status code.", "route model code"
         )
@@ -221,17 +219,14 @@ class Metrics:
 
     def serve(self, manifest: Manifest) -> None:
         """Show a model and its counters before the first request."""
-        labels = (
+        self.hide(manifest.name)
+        self._model_info.labels(
             manifest.name,
             manifest.task,
             manifest.method,
             manifest.precision,
             str(manifest.full_steps),
-        )
-        if manifest.name in self._served:
-            self.hide(manifest.name)
-        self._served[manifest.name] = labels
-        self._model_info.labels(*labels).set(1)
+        ).set(1)
         self.degraded.labels(manifest.name)
         self.deadlines.labels(manifest.name)
         self.lapsed.labels(manifest.name)
@@ -244,13 +239,11 @@ class Metrics:
         for level in manifest.calibration.levels if manifest.calibration else ():
             promise = level.max_disagreement
             self._promised.labels(manifest.name, str(promise)).set(promise)
-            self._promises.setdefault(manifest.name, []).append(str(promise))
 
     def hide(self, name: str) -> None:
         """Stop showing a model that is no longer served. Its counters stay."""
-        self._model_info.remove(*self._served.pop(name))
-        for promise in self._promises.pop(name, ()):
-            self._promised.remove(name, promise)
+        self._model_info.remove_by_labels({"model": name})
+        self._promised.remove_by_labels({"model": name})
 
     def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
         """Read the gauges from this engine at scrape time."""
