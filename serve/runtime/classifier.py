@@ -241,20 +241,15 @@ class RowSplitter:
         if self._others is None:
             self._others = ThreadPoolExecutor(self.most - 1, "rows")
         bounds = pairwise(accumulate(sizes, initial=0))
-        waiting = deque(enumerate(rows[low:high] for low, high in bounds))
+        waiting = iter([*enumerate(rows[low:high] for low, high in bounds)])
         answers: dict[int, AnswerT] = {}
 
         def work() -> None:
-            while True:
-                try:
-                    place, part = waiting.popleft()
-                except IndexError:
-                    return
-                try:
+            try:
+                for place, part in waiting:
                     answers[place] = call(part)
-                except BaseException:
-                    waiting.clear()
-                    raise
+            finally:
+                deque(waiting, maxlen=0)  # nothing is left, unless a call failed
 
         others: list[Future[None]] = []
         try:
@@ -262,7 +257,7 @@ class RowSplitter:
                 others.append(self._others.submit(work))  # may fail to start a thread
             work()
         finally:
-            waiting.clear()  # empty, unless something failed
+            deque(waiting, maxlen=0)
             for other in others:
                 other.exception()  # waits for its end
         for other in others:
@@ -300,19 +295,19 @@ class ParallelStepClassifier(ParallelClassifier):
         self._steps = steps
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
-        early = partial(self._steps.early, threshold=threshold)
-        logits, steps, spent, _ = zip(*self._splitter.each(early, rows), strict=True)
-        return EarlyAnswers(np.concatenate(logits), np.concatenate(steps), np.concatenate(spent))
+        return self._answers(partial(self._steps.early, threshold=threshold), rows)
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
-        traced = partial(self._steps.traced, threshold=threshold)
-        logits, steps, spent, readouts = zip(*self._splitter.each(traced, rows), strict=True)
+        return self._answers(partial(self._steps.traced, threshold=threshold), rows)
+
+    def jumps(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._splitter.each(self._steps.jumps, rows), axis=1)
+
+    def _answers(self, call: Callable[[RowArray], EarlyAnswers], rows: RowArray) -> EarlyAnswers:
+        logits, steps, spent, readouts = zip(*self._splitter.each(call, rows), strict=True)
         return EarlyAnswers(
             np.concatenate(logits),
             np.concatenate(steps),
             np.concatenate(spent),
-            np.concatenate(readouts, axis=1),
+            None if readouts[0] is None else np.concatenate(readouts, axis=1),
         )
-
-    def jumps(self, rows: RowArray) -> FloatArray:
-        return np.concatenate(self._splitter.each(self._steps.jumps, rows), axis=1)
