@@ -25,7 +25,6 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    StreamChunk,
     Submission,
     TextEvent,
     answer,
@@ -236,10 +235,9 @@ class AnswerWriter:
         }
         return answer_of(body, entries_of(event), server_timing(spent))
 
-    def events(self, events: Sequence[TextEvent]) -> StreamChunk:
+    def events(self, events: Sequence[TextEvent]) -> bytes:
         """Tokens as events without a name, and the end as `done` or `error`."""
-        over = not isinstance(events[-1][1], TokenEvent)
-        return StreamChunk(b"".join([self._event(event) for _, event in events]), over)
+        return b"".join([self._event(event) for _, event in events])
 
     def _event(self, event: Event) -> bytes:
         match event:

@@ -47,7 +47,6 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    StreamChunk,
     Submission,
     answer_of,
     check_count,
@@ -870,20 +869,19 @@ class ChunkWriter:
     _opened: set[int] = field(default_factory=set)
     _ends: dict[int, GeneratedEvent] = field(default_factory=dict)
 
-    def write(self, events: Sequence[tuple[int, Event]]) -> StreamChunk:
+    def write(self, events: Sequence[tuple[int, Event]]) -> bytes:
         """The bytes for these events. Nothing follows an error."""
         body = b""
         for index, event in events:
             if isinstance(event, FailedEvent):
-                failure = event_of(error_body(event.error, self._path))
-                return StreamChunk(body + failure, over=True)
+                return body + event_of(error_body(event.error, self._path))
             assert not isinstance(event, ClassifiedEvent), "an event that no generation has"
             body += self._open(index)
             if isinstance(event, TokenEvent):
                 body += self._token(index, event)
             else:
                 body += self._end(index, event)
-        return StreamChunk(body, over=len(self._ends) == self._answers)
+        return body
 
     def _open(self, index: int) -> bytes:
         if index in self._opened:

@@ -44,6 +44,7 @@ from serve.engine.job import (
     LaneKey,
     Span,
     Tags,
+    TokenEvent,
 )
 from serve.engine.search import Translation
 from serve.engine.writing import MAX_SEED, Generation, GenerationRequest, Sampling
@@ -236,30 +237,26 @@ _EVENTS = 64
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
-    """Bytes of a stream, and whether they end it."""
-
-    body: bytes
-    over: bool
-
-
 class EventStream(Response):
-    """Sends events from a queue, until the terminal event; ClientGone after a disconnect."""
+    """Sends events of so many texts, until all have ended or one failed; ClientGone after a
+    disconnect.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
+        texts: int,
         first: Sequence[TextEvent],
         events: EventQueue,
         work: AsyncExitStack,
-        write: Callable[[Sequence[TextEvent]], StreamChunk],
+        write: Callable[[Sequence[TextEvent]], bytes],
         headers: dict[str, str],
     ) -> None:
         """`work` ends with the stream; `first` are the events that have arrived already."""
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
+        self._texts = texts
         self._first = first
         self._queue = events
         self._work = work
@@ -275,23 +272,19 @@ class EventStream(Response):
                     "headers": self.raw_headers,
                 }
             )
-            events = self._first
+            events, left = self._first, self._texts
             while True:
                 # Events that arrived together are sent together, but only so many at a time that
                 # other requests get their turn.
                 some, events = events[:_EVENTS], events[_EVENTS:]
-                written = self._write_events(some)
-                failed = [event.error for _, event in some if isinstance(event, FailedEvent)]
+                body = self._write_events(some)
+                ends = [event for _, event in some if not isinstance(event, TokenEvent)]
+                failed = [event.error for event in ends if isinstance(event, FailedEvent)]
                 if failed:
                     exchange.error, exchange.failed_as = failed[0].code, failed[0].status
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": written.body,
-                        "more_body": not written.over,
-                    }
-                )
-                if written.over:
+                left = 0 if failed else left - len(ends)
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+                if not left:
                     return
                 if events:
                     await asyncio.sleep(0)
@@ -529,7 +522,7 @@ class Submission:
                     ends[index] = event
         return [ends[index] for index in range(len(ends))]
 
-    async def stream(self, write: Callable[[Sequence[TextEvent]], StreamChunk]) -> Response:
+    async def stream(self, write: Callable[[Sequence[TextEvent]], bytes]) -> Response:
         """Generate the texts as a stream, once its first event is there."""
         async with AsyncExitStack() as work:
             jobs, events = work.enter_context(self._generating())
@@ -542,7 +535,7 @@ class Submission:
         assert job.started_s is not None
         queue_ms = round((job.started_s - job.queued_s) * 1000, 3)
         headers = {"server-timing": f"queue;dur={queue_ms}"}  # what is known when a stream starts
-        return EventStream(first, events, stream, write, headers)
+        return EventStream(len(jobs), first, events, stream, write, headers)
 
 
 def check_size(

@@ -167,7 +167,7 @@ def test_a_stream_that_nobody_read_for_long_does_not_hold_the_loop() -> None:
     chunk = head(ChatFormat.chunk_kind)
     writer = ChunkWriter(ChatFormat(True), chunk, 1, tail, "/v1/chat/completions", False)
     first: list[TextEvent] = [*tokens, (0, ended(1, 0))]
-    stream = EventStream(first, EventQueue(), AsyncExitStack(), writer.write, {})
+    stream = EventStream(1, first, EventQueue(), AsyncExitStack(), writer.write, {})
     messages, found = sent_by(stream)
     assert max(found) < HOLD_S
     events = b"".join(message.get("body", b"") for message in messages).split(b"\n\n")

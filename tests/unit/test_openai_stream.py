@@ -139,18 +139,18 @@ def test_all_answers_get_a_place_in_the_queue_or_none() -> None:
 def test_the_last_of_several_answers_ends_the_stream(counts: bool) -> None:
     written = writer(2, counts)
     first = written.write([(1, TokenEvent(0, "b")), (1, end("b"))])
-    assert not first.over and b"stepdial" not in first.body and b"[DONE]" not in first.body
+    assert b"stepdial" not in first and b"[DONE]" not in first
     last = written.write([(0, TokenEvent(0, "a")), (0, end("a"))])
-    assert last.over and last.body.endswith(b"\n\ndata: [DONE]\n\n")
-    chunks, _ = parse_chunks((first.body + last.body).decode())
+    assert last.endswith(b"\n\ndata: [DONE]\n\n")
+    chunks, _ = parse_chunks((first + last).decode())
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * 4 + [0] * counts
 
 
 def test_nothing_comes_behind_an_error() -> None:
     event = FailedEvent(InternalError("a bug"))
     written = writer(2).write([(0, TokenEvent(0, "a")), (0, event), (1, TokenEvent(0, "b"))])
-    chunks, ended = parse_chunks(written.body.decode())
-    assert written.over and ended == "error" and len(chunks) == 2
+    chunks, ended = parse_chunks(written.decode())
+    assert ended == "error" and len(chunks) == 2
 
 
 def test_of_tokens_that_look_alike_the_chosen_one_is_told_or_the_likeliest() -> None:
