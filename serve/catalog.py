@@ -21,7 +21,7 @@ from serve.bundle import (
 from serve.errors import UnknownModel, WrongInput, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
-from serve.runtime import Device, Model, open_model
+from serve.runtime import CPU, Device, Model, open_model
 
 InputKind = Literal["text", "image", "points"]
 
@@ -32,7 +32,6 @@ _ENDPOINTS: dict[Task, str] = {
     "translate": "/v1/generate",
 }
 WRITING: tuple[Task, ...] = ("generate", "translate")
-_CPU = Device()
 
 
 @dataclass(slots=True)
@@ -186,7 +185,7 @@ def find_bundles(zoo: Path) -> list[Path]:
     return folders
 
 
-def open_catalog(folders: Sequence[Path], threads: int | None, device: Device = _CPU) -> Catalog:
+def open_catalog(folders: Sequence[Path], threads: int | None, device: Device = CPU) -> Catalog:
     """Read, open and warm up these bundles; BundleError names the file that is wrong."""
     bundles = [read_bundle(folder) for folder in folders]
     seen: dict[str, Bundle] = {}

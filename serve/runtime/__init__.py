@@ -4,6 +4,7 @@ import os
 
 from serve.bundle import Bundle
 from serve.runtime.protocol import (
+    CPU,
     Batches,
     Classifier,
     DecodeBatch,
@@ -25,10 +26,8 @@ from serve.runtime.protocol import (
 # loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-_CPU = Device()
 
-
-def open_model(bundle: Bundle, threads: int | None = None, device: Device = _CPU) -> OpenedModel:
+def open_model(bundle: Bundle, threads: int | None = None, device: Device = CPU) -> OpenedModel:
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
     # Imported here, so that reading a bundle or a Protocol loads no runtime.
     if device.engines is not None:

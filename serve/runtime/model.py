@@ -23,6 +23,7 @@ from serve.runtime.decoder import OrtDecoder
 from serve.runtime.mixing import OrtMix
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
 from serve.runtime.protocol import (
+    CPU,
     Device,
     Model,
     largest_in_words,
@@ -117,14 +118,13 @@ def _timed(model: Model) -> tuple[float, int]:
 
 
 TINY_BYTES = 1 << 20  # of weights: calling a step takes as long as computing it
-_CPU = Device()
 
 
 @final
 class OrtModel:
     """All rungs of a bundle, in one process."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, device: Device = _CPU) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, device: Device = CPU) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.threads = usable_cores() if threads is None else threads

@@ -375,6 +375,9 @@ class Device:
         return self.name == "cpu" or self.engines is not None or manifest.cache == "kv_fp16"
 
 
+CPU = Device()
+
+
 # The largest inputs that a manifest allows, for warm-up and checks.
 
 

@@ -32,7 +32,7 @@ from serve.bundle import (
 )
 from serve.bundle.part import Part, between, part, several
 from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
-from serve.runtime.protocol import Device, DeviceName, FloatArray, IntArray, RowArray
+from serve.runtime.protocol import CPU, Device, DeviceName, FloatArray, IntArray, RowArray
 from stepdial import install_command
 
 # By name: the ONNX type and the shape. A word in a shape stands for any size, None for any shape,
@@ -396,7 +396,6 @@ class Weights:
         )
 
 
-_SESSION_CPU = Device()
 # How long threads stay awake for more work: through a call and to the next, but no longer, since
 # they take cores from other sessions meanwhile.
 _SPIN_US = 200
@@ -420,7 +419,7 @@ def open_session(
     file: str,
     interface: Interface,
     threads: int,
-    device: Device = _SESSION_CPU,
+    device: Device = CPU,
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
     spin: bool = False,
@@ -575,7 +574,7 @@ def open_steps(
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
     spin: bool = False,
-    device: Device = _SESSION_CPU,
+    device: Device = CPU,
 ) -> StepSessions:
     """The sessions of a bundle with graphs of one step; `spin` as in `open_session`."""
     manifest = bundle.manifest
