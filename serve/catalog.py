@@ -5,7 +5,6 @@ A change replaces the whole mapping, so a reader sees all of it or nothing.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -34,36 +33,28 @@ _ENDPOINTS: dict[Task, str] = {
 WRITING: tuple[Task, ...] = ("generate", "translate")
 
 
-@dataclass(slots=True)
-class ModelUsers:
-    """The number of requests that use a model. Changed only on the event loop."""
-
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
     """A loaded model. A request that has picked it keeps it when another replaces it."""
 
-    bundle: Bundle
-    model: Model
-    text: TextCodec | None  # None if the model takes no text
-    edition: int = 0  # unique among the models of one name
-    loaded_at_s: float = field(default_factory=time.time)
-    users: ModelUsers = field(default_factory=ModelUsers, compare=False)
-    chat: ChatTemplate | None = None  # for generators
-    # Read several times per request, so they are attributes, not properties.
-    manifest: Manifest = field(init=False, repr=False)
-    name: str = field(init=False)
-    key: str = field(init=False)  # the engine's name for it
-
-    def __post_init__(self) -> None:
-        manifest = self.bundle.manifest
-        object.__setattr__(self, "manifest", manifest)
-        object.__setattr__(self, "name", manifest.name)
-        # Names have no "@".
-        key = f"{manifest.name}@{self.edition}" if self.edition else manifest.name
-        object.__setattr__(self, "key", key)
+    def __init__(
+        self,
+        bundle: Bundle,
+        model: Model,
+        text: TextCodec | None,
+        edition: int = 0,
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        self.bundle, self.model = bundle, model
+        self.text = text  # None if the model takes no text
+        self.edition = edition  # unique among the models of one name
+        self.chat = chat  # for generators
+        self.loaded_at_s = time.time()
+        self.users = 0  # requests that use it; changed only on the event loop
+        # Read several times per request, so they are attributes, not properties.
+        self.manifest: Manifest = bundle.manifest
+        self.name = bundle.manifest.name
+        # The engine's name for it. Names have no "@".
+        self.key = f"{self.name}@{edition}" if edition else self.name
 
     @classmethod
     def open(cls, bundle: Bundle, model: Model, edition: int = 0) -> "Served":
@@ -71,7 +62,7 @@ class Served:
         text = None if bundle.manifest.tokenizer is None else TextCodec(bundle)
         chat = ChatTemplate.of(bundle) if bundle.manifest.task == "generate" else None
         _check_texts(bundle)
-        return cls(bundle, model, text, edition, chat=chat)
+        return cls(bundle, model, text, edition, chat)
 
     @property
     def codec(self) -> TextCodec:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from serve.catalog import ModelUsers
+from serve.catalog import Served
 from serve.engine.job import Job
 from serve.errors import MethodNotAllowed
 from serve.keys import Holder
@@ -93,7 +93,7 @@ class Exchange:
     failed_as: int = 0  # the status of what ended an answer that had begun
     # From the route.
     weight: int = 0  # bytes of memory until it has been read
-    users: list[ModelUsers] = field(default_factory=list)  # the models that it uses
+    served: list[Served] = field(default_factory=list)  # the models that it uses
     model: str = ""  # the model that serves it
     steps: int | None = None  # None until the work was accepted
     reason: str | None = None  # of the budget decision

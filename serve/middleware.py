@@ -256,8 +256,8 @@ class RequestMiddleware:
         finally:
             if exchange.holder is not None:
                 exchange.holder.leave()
-            for users in exchange.users:
-                users.count -= 1
+            for served in exchange.served:
+                served.users -= 1
             exchange.receive = None
             self._count(exchange, scope)
 

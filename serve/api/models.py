@@ -359,7 +359,7 @@ class LoadedModel(Answer):
             bundle=str(served.bundle.folder),
             loaded_at=int(served.loaded_at_s),
             state=state,
-            requests=served.users.count,
+            requests=served.users,
         )
 
 

@@ -355,8 +355,8 @@ class Submission:
     ) -> "Submission":
         """A submission to this model, with the budget that was asked."""
         # Counted until the request ends, even if another model replaces it.
-        served.users.count += 1
-        exchange.users.append(served.users)
+        served.users += 1
+        exchange.served.append(served)
         exchange.model = served.name
         most = None if exchange.holder is None else exchange.holder.key.max_steps
         decision = decide_within(asked.budget_request, served.manifest, most)

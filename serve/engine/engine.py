@@ -628,7 +628,7 @@ class Engine:
         gone = [
             served
             for served in self._leaving
-            if served.users.count == 0 and not self._jobs.of_model(served.key)
+            if served.users == 0 and not self._jobs.of_model(served.key)
         ]
         for served in gone:
             self._leaving.remove(served)

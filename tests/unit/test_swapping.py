@@ -66,14 +66,14 @@ def test_those_that_run_finish_where_they_began_and_new_ones_go_to_the_new_model
 def test_a_model_stays_while_a_request_is_with_it_that_has_not_asked_yet() -> None:
     with running() as bench:
         old = bench.catalog.find("tiny-classify")
-        old.users.count += 1
+        old.users += 1
         bench.engine.serve(another(classify_bundle(), 1)[0])
         time.sleep(0.3)
         assert bench.engine.leaving == (old,)
         caller = Caller()
         bench.engine.submit(_job(old, caller))
         classified(caller)
-        old.users.count -= 1
+        old.users -= 1
         wait_for(lambda: not bench.engine.leaving)
         with pytest.raises(ModelGone, match="tiny-classify was replaced meanwhile"):
             bench.engine.submit(_job(old, Caller()))
