@@ -43,7 +43,7 @@ from serve.engine.job import (
 from serve.errors import InvalidField
 from serve.inputs.rows import Input, InputRow, check_kinds, read_items, row_length
 from serve.metrics import Metrics
-from serve.runtime.protocol import FloatArray
+from serve.runtime.protocol import CPU, FloatArray
 from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
@@ -76,7 +76,7 @@ class LocalModel:
     """One open, warm bundle. Close it, or use it in a `with` statement."""
 
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
-        self._catalog: Catalog = open_catalog([Path(folder)], threads)
+        self._catalog: Catalog = open_catalog([Path(folder)], threads, CPU)
         self._served: Served = next(iter(self._catalog))
         limits = Settings.read(environ={}).limits
         # Nobody waits at a port: a call may take as long as a busy machine makes it.

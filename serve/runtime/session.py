@@ -539,7 +539,7 @@ class StepSessions:
         self.head_contexts = [name for name in given if name in read]
         self.history = manifest.method == "ab2"  # whether the step takes the last velocity
         self.stages = EVALUATIONS_PER_STEP[manifest.method]  # evaluations a step
-        self.grid_steps = manifest.grid_steps  # dial of time: steps that cross [0, T]
+        self.grid_steps = manifest.grid_steps
         # Whether a shorter answer ends with a step of its own.
         self.endings = manifest.step is not None and manifest.step.endings
         self._timed, self._sized = "t" in taken, "h" in taken  # a pass of fixed depth takes none
@@ -559,10 +559,11 @@ class StepSessions:
         values: dict[str, float] = {}
         if ending:
             step = -1 - step
+        crossing = self.grid_steps or steps  # steps that cross [0, T]
         if self._sized:
-            values["h"] = self.manifest.step_size(steps)
+            values["h"] = self.manifest.T / crossing
         if self._timed:
-            values["t"] = self.manifest.T * step / (self.grid_steps or steps)
+            values["t"] = self.manifest.T * step / crossing
         if self.history:
             values["history"] = HISTORY if step else 0.0
         return {name: np.full(rows, value, dtype=np.float32) for name, value in values.items()}

@@ -497,6 +497,6 @@ def test_the_engine_writes_the_same_on_a_device_where_rungs_take_turns(
 
     host = written()
     assert memory.read_bytes == 0
-    monkeypatch.setattr("serve.local.Device", lambda: CUDA)
+    monkeypatch.setattr("serve.local.CPU", CUDA)
     assert written() == host and all(host)
     assert memory.read_bytes > 0
