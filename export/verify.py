@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from serve.bundle import Manifest, Rung, Verified, steps_in_words
-from serve.runtime import OpenedModel, SteppedBatch
+from serve.runtime import OpenedModel
 from serve.runtime.classifier import Present, present_positions
 from serve.runtime.protocol import (
     Classifier,
@@ -467,18 +467,18 @@ def verify_mix(opened: OpenedModel, tokens: IntArray) -> None:
     alone, together = {}, {}
     for index, steps in enumerate(ladder):
         run = opened.decoder(steps)
-        batch, other = run.open_batch(), cast(SteppedBatch, run.open_batch())
+        batch, other = run.open_batch(), run.open_batch()
         for row in range(rows):
             prompt = tokens[row, : max(1, length - 1 - row - index)]  # ragged on purpose
             batch.add(prompt)
             other.add(prompt)
         alone[steps] = batch.step(tokens[:, -1].copy())
-        other.begin(tokens[:, -1].copy())
+        mix.begin([other], [tokens[:, -1].copy()])
         together[steps] = other
     for left in range(ladder[-1], 0, -1):  # they end together, and so stand at different steps
         mix.advance([batch for steps, batch in together.items() if steps >= left])
     for steps, batch in together.items():
-        if not np.array_equal(batch.end(), alone[steps]):
+        if not np.array_equal(mix.end([batch])[0], alone[steps]):
             raise VerificationError(
                 f"the graph of {steps_in_words(steps)} answers otherwise when it shares calls with "
                 "other step counts: no bundle was written; report this, with the recipe"

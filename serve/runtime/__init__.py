@@ -18,7 +18,6 @@ from serve.runtime.protocol import (
     RunningTranslation,
     Speculation,
     StepClassifier,
-    SteppedBatch,
     WindowFullError,
 )
 

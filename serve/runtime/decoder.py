@@ -398,12 +398,6 @@ class OrtDecodeBatch(CachedRows):
     def steps(self) -> int:
         return self._caches.layout.buffers // len(self.names)
 
-    def begin(self, tokens: IntArray) -> None:
-        self.step_state = self.embed(tokens, self.make_room(tokens))
-
-    def end(self) -> FloatArray:
-        return self.read_off(self.arrive())
-
     def arrive(self) -> Array:
         """States (B, 1, D) after the last step; every row grows by one position."""
         assert self.step_state is not None and self.step_state.step == self.steps, (

@@ -143,18 +143,6 @@ class DecodeBatch(Protocol):
         ...
 
 
-class SteppedBatch(DecodeBatch, Protocol):
-    """A batch that also runs step by step; rows join and leave between two tokens only."""
-
-    def begin(self, tokens: IntArray) -> None:
-        """One token a row (B,): the rows are before the first step now."""
-        ...
-
-    def end(self) -> FloatArray:
-        """Logits (B, V) of rows after their last step; every row grows by one position."""
-        ...
-
-
 class Batches(Protocol):
     """One rung of a model that generates token by token."""
 
@@ -310,7 +298,7 @@ class Model(Protocol):
         ...
 
     def mix(self) -> Mix | None:
-        """Runs batches of this model together, which are SteppedBatch then; None if it cannot."""
+        """Runs batches of this model together; None if it cannot."""
         ...
 
     def warm_up(self) -> None:

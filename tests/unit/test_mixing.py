@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from serve.runtime import OpenedModel, SteppedBatch, open_model
+from serve.runtime import OpenedModel, open_model
 from serve.runtime.cache import Bytes, RowCaches
 from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
@@ -22,7 +22,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedModel) -> None:
     mix = model.mix()
     assert mix is not None and mix.most_batches == len(STEPS)
-    batches: dict[int, SteppedBatch] = {}
+    batches: dict[int, OrtDecodeBatch] = {}
     found: dict[tuple[int, int], list[FloatArray]] = {}
     lengths = {steps: [5 + 20 * row + 7 * steps for row in range(3)] for steps in STEPS}
     for steps in STEPS:
@@ -58,15 +58,15 @@ def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> 
     last = four.add(prompt(model, 60))
     expected = alone(model, 4, prompt(model, 60), 6)
     for token in range(6):  # across a boundary of 64 positions
-        four.begin(best([last]))
+        mix.begin([four], [best([last])])
         for call in range(4):
             logits = one.add(prompt(model, 10 + 40 * call, seed=token))
-            one.begin(np.full(len(one.lengths), logits.argmax()))
+            mix.begin([one], [np.full(len(one.lengths), logits.argmax())])
             mix.advance([one, four])
-            one.end()
+            mix.end([one])
             if call % 2:
                 one.remove(0)
-        (last,) = four.end()
+        ((last,),) = mix.end([four])
         np.testing.assert_array_equal(last, expected[token + 1])
 
 
@@ -86,11 +86,11 @@ def test_calls_that_come_again_find_caches_that_have_moved_since(model: OpenedMo
                 batch.add(prompt(model, 5, 7 + other))
             while batch.rows > 2:
                 batch.remove(batch.rows - 1)
-            batch.begin(best([found[batch.steps, row][-1] for row in range(2)]))
+            mix.begin([batch], [best([found[batch.steps, row][-1] for row in range(2)])])
         for left in range(4, 0, -1):
             mix.advance([batch for batch in (four, two) if batch.steps >= left])
         for batch in (two, four):
-            for row, logits in enumerate(batch.end()):
+            for row, logits in enumerate(mix.end([batch])[0]):
                 found[batch.steps, row].append(logits)
     for (steps, row), mixed in found.items():
         asked = prompt(model, 20 + row, row)
@@ -118,7 +118,7 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
     mix = open_model(model.bundle, threads=1).mix()
     assert mix is not None
     monkeypatch.setattr("serve.runtime.mixing.map_adjacent", refused)
-    batches: dict[int, SteppedBatch] = {}
+    batches: dict[int, OrtDecodeBatch] = {}
     for steps in (2, 4):
         batch = model.decoder(steps).open_batch()
         assert isinstance(batch, OrtDecodeBatch)
@@ -126,11 +126,11 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
     found = {steps: [batch.add(prompt(model, 20))] for steps, batch in batches.items()}
     for _ in range(3):
         for steps, batch in batches.items():
-            batch.begin(best(found[steps][-1:]))
+            mix.begin([batch], [best(found[steps][-1:])])
         for left in range(4, 0, -1):
             mix.advance([batch for steps, batch in batches.items() if steps >= left])
         for steps, batch in batches.items():
-            found[steps].append(batch.end()[0])
+            found[steps].append(mix.end([batch])[0][0])
     for steps, logits in found.items():
         np.testing.assert_array_equal(logits, alone(model, steps, prompt(model, 20), 3))
     assert [record.message for record in caplog.records if "share no more calls" in record.message]
@@ -152,11 +152,11 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
             assert isinstance(batch._caches, RowCaches)
             kept += [weakref.ref(block) for block in batch._caches._blocks]
         for batch in batches:
-            batch.begin(np.array([3]))
+            mix.begin([batch], [np.array([3])])
         mix.advance(batches)
-        batches[0].end()
+        mix.end(batches[:1])
         mix.advance(batches[1:])
-        batches[1].end()
+        mix.end(batches[1:])
         for batch in batches:
             if not lost:
                 batch.remove(0)
