@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
+import stepdial
 from serve.api.body import ClassifyRequest, GenerateRequest, Reader
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
 from serve.api.native import DoneChunk, TokenChunk, native_routes
@@ -150,6 +151,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     app = Application(
         middleware,
         title="Stepdial",
+        version=stepdial.__version__,
         description=_ABOUT,
         lifespan=lifespan,
         openapi_url=None,  # made on another thread instead: see serve.api.page

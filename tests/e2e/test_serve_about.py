@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from serve.api import models
+from tests.fake_server import fake_server
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 
@@ -141,6 +142,14 @@ def test_the_reference_page_lists_every_operation(client: httpx.Client) -> None:
     assert client.get("/docs", headers={"host": "a.example"}).text.count("http://a.example/v1/")
     for path in client.get("/openapi.json").json()["paths"]:
         assert f" {path}</code>" in page.replace("<wbr>", "")
+
+
+def test_the_version_is_that_of_this_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepdial.__version__", "12.3.4")
+    with fake_server() as running:
+        assert httpx.get(f"{running.url}/v2").json()["version"] == "12.3.4"
+        document = httpx.get(f"{running.url}/openapi.json").json()
+    assert document["info"]["version"] == "12.3.4"
 
 
 def test_importing_the_app_does_not_load_torch(server: ServerProcess) -> None:
