@@ -29,14 +29,10 @@ from serve.api.submission import (
     TextEvent,
     answer,
     answer_of,
-    check_beams,
     check_count,
-    check_size,
-    drawn_seed,
     entries_of,
     event_of,
     filled,
-    generation_request,
     ranked,
     takes,
     token_labels,
@@ -435,28 +431,12 @@ def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
         submission = Submission.of(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        check_size(1, max_tokens, asked.logprobs, settings)
-        check_beams(asked, served)
-        prompt = await reader.read(
-            exchange,
-            len(asked.prompt),
-            submission.deadline,
-            lambda: served.codec.encode_prompt(asked.prompt),
+        prompt = asked.prompt
+        await submission.write(
+            reader, asked, 1, len(prompt), lambda: [served.codec.encode_prompt(prompt)]
         )
-        request = generation_request(
-            asked,
-            served,
-            prompt,
-            max_tokens=max_tokens,
-            seed=drawn_seed() if asked.seed is None else asked.seed,
-            logprobs=asked.logprobs,
-            stream=asked.stream,
-            num_beams=asked.num_beams,
-        )
-        submission.generate((request,))
         writer = AnswerWriter(submission)
-        if request.stream:
+        if asked.stream:
             return await submission.stream(writer.events)
         (event,) = await submission.ends()
         return writer.whole(event)

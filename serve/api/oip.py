@@ -41,10 +41,6 @@ from serve.api.submission import (
     RUN_PROBLEMS,
     Submission,
     answer,
-    check_beams,
-    check_size,
-    drawn_seed,
-    generation_request,
     problems,
     ranked,
     takes,
@@ -941,27 +937,8 @@ class Inference:
         task = self.served.manifest.task
         asked = request_of(GenerateRequest, "prompt", self.asked.parameters, task)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
-        max_tokens = asked.limit(self.reader.settings.max_tokens)
         texts = self.asked.inputs[0].shape[0]
-        check_size(texts, max_tokens, None, self.reader.settings, texts_param="inputs")
-        check_beams(asked, self.served)
-        prompts = await self.reader.read(
-            self.exchange, self._characters(), submission.deadline, self._prompts
-        )
-        seed = drawn_seed() if asked.seed is None else asked.seed
-        submission.generate(
-            [
-                generation_request(
-                    asked,
-                    self.served,
-                    prompt,
-                    max_tokens=max_tokens,
-                    seed=seed + row,  # so that equal prompts are continued differently
-                    num_beams=asked.num_beams,
-                )
-                for row, prompt in enumerate(prompts)
-            ]
-        )
+        await submission.write(self.reader, asked, texts, self._characters(), self._prompts)
         events = await submission.ends()
         steps = submission.decision.steps
         columns: dict[str, Values] = {

@@ -476,6 +476,36 @@ class Submission:
 
     # Generation.
 
+    async def write(
+        self,
+        reader: Reader,
+        asked: GenerateRequest,
+        texts: int,
+        characters: int | None,
+        read: Callable[[], list[list[int]]],
+    ) -> None:
+        """Read so many prompts, of which each is to be continued or translated."""
+        max_tokens = asked.limit(reader.settings.max_tokens)
+        check_size(texts, max_tokens, asked.logprobs, reader.settings)
+        check_beams(asked, self.served)
+        prompts = await reader.read(self.exchange, characters, self.deadline, read)
+        seed = drawn_seed() if asked.seed is None else asked.seed
+        self.generate(
+            [
+                generation_request(
+                    asked,
+                    self.served,
+                    prompt,
+                    max_tokens=max_tokens,
+                    seed=seed + place,  # so that equal prompts are continued differently
+                    logprobs=asked.logprobs,
+                    stream=asked.stream,
+                    num_beams=asked.num_beams,
+                )
+                for place, prompt in enumerate(prompts)
+            ]
+        )
+
     def generate(self, requests: Sequence[GenerationRequest]) -> None:
         """These texts are to be generated. If the server chooses the step count, it does so now."""
         self.requests = requests
