@@ -165,13 +165,13 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         },  # the middleware makes ours
     )
     app.state.keys, app.state.admin_keys = keys, admin_keys
-    app.include_router(native_routes(settings, engine, reader))
-    app.include_router(openai_routes(settings, engine, reader))
+    app.include_router(native_routes(engine, reader))
+    app.include_router(openai_routes(engine, reader))
     app.include_router(model_routes(engine))
     app.include_router(health_routes(engine))
     loading = loading or Loading(engine, settings)
     app.include_router(admin_routes(engine, loading, admin_keys, reader))
-    app.include_router(oip_routes(settings, engine, reader))
+    app.include_router(oip_routes(engine, reader))
     add_page(app)
     app.openapi = lambda: _document(app, keys.in_use)  # type: ignore[method-assign]  # the documented way
     return app

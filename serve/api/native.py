@@ -55,7 +55,6 @@ from serve.engine.job import (
 from serve.errors import InvalidField
 from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
-from serve.settings import Settings
 
 # Shapes of answers.
 
@@ -377,7 +376,7 @@ def _readout(step: int, tags: Tags, one: InputRow, manifest: Manifest) -> Readou
 # The routes.
 
 
-def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+def native_routes(engine: Engine, reader: Reader) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
@@ -395,7 +394,7 @@ def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         submission = Submission.of(exchange, engine, served, asked)
         top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
         _check_trace(asked, served)
-        check_count(asked.input, settings.max_inputs)
+        check_count(asked.input, reader.settings.max_inputs)
         check_kinds(asked.input, manifest)
         texts = manifest.input.kind == "text"
         inputs, event = await submission.classify(

@@ -64,7 +64,6 @@ from serve.errors import BadRequest, InvalidField, NotReady, ServeError, Unknown
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.images import check_finite, number_rows
 from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
-from serve.settings import Settings
 from stepdial import nearest
 
 # Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4
@@ -1028,7 +1027,7 @@ class Inference:
 # The routes.
 
 
-def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+def oip_routes(engine: Engine, reader: Reader) -> APIRouter:
     router = APIRouter(tags=["open inference protocol"], route_class=Route)
 
     @router.get("/v2/", include_in_schema=False)
@@ -1140,7 +1139,7 @@ def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
                 f"model_name is {asked.model_name[:80]!r}, but the path names {name}: leave it out",
                 param="model_name",
             )
-        InputSpec.of(manifest).check(asked.inputs, served.name, settings.max_inputs)
+        InputSpec.of(manifest).check(asked.inputs, served.name, reader.settings.max_inputs)
         wanted = wanted_outputs(asked, manifest)
         inference = Inference(exchange, engine, reader, served, asked, raw[0], wanted)
         if manifest.labelled:

@@ -88,7 +88,6 @@ from serve.inputs.chat import ChatTemplate, Message, Messages
 from serve.inputs.rows import MAX_INPUTS, Text, Texts, read_items
 from serve.inputs.text import TextCodec, TooLong
 from serve.runtime.protocol import FloatArray
-from serve.settings import Settings
 
 # Response fields.
 
@@ -1267,8 +1266,8 @@ def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    router = APIRouter(tags=["openai"], route_class=Route)
+def openai_routes(engine: Engine, reader: Reader) -> APIRouter:
+    router, settings = APIRouter(tags=["openai"], route_class=Route), reader.settings
 
     @router.post(
         "/v1/completions",
