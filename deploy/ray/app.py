@@ -260,7 +260,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises while this replica is not ready; Serve replaces one that stays so."""
-        check_ready(self._engine)
+        check_ready(self._engine, self._engine.catalog)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy looks at."""

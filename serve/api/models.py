@@ -1,7 +1,7 @@
 """Models: cards and step counts, health and metrics, and the admin routes that load and unload."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from fastapi import APIRouter
@@ -506,7 +506,7 @@ def health_routes(engine: Engine) -> APIRouter:
 
     @router.get("/health/ready", summary="Readiness probe", **_READINESS)
     async def ready() -> Response:
-        check_ready(engine)
+        check_ready(engine, engine.catalog)
         return answer(Health(status="ready"))
 
     @router.get(
@@ -532,12 +532,12 @@ def health_routes(engine: Engine) -> APIRouter:
     return router
 
 
-def check_ready(engine: Engine) -> None:
-    """NotReady unless at least one served model works."""
+def check_ready(engine: Engine, served: Iterable[Served]) -> None:
+    """NotReady unless at least one of these models works."""
     engine.check_open()
-    served, failing = list(engine.catalog), engine.failing
-    if not served:
+    names = [one.name for one in served]
+    if not names:
         raise NotReady("no model is served: load one with POST /admin/models")
-    if all(one.name in failing for one in served):
-        names = ", ".join(failing)
-        raise NotReady(f"the last call of {names} failed: it is tried again every second")
+    if set(names) <= {*engine.failing}:
+        which = ", ".join(names)
+        raise NotReady(f"the last call of {which} failed: it is tried again every second")

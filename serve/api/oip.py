@@ -761,18 +761,12 @@ def find_version(engine: Engine, name: str, version: str) -> Served:
 
 def _entry(engine: Engine, served: Served) -> RepositoryEntry:
     try:
-        engine.check_open()
-        _check_ready(engine, served)
+        check_ready(engine, [served])
     except ServeError as error:
         return RepositoryEntry(
             name=served.name, version=VERSION, state="UNAVAILABLE", reason=error.message
         )
     return RepositoryEntry(name=served.name, version=VERSION, state="READY", reason="")
-
-
-def _check_ready(engine: Engine, served: Served) -> None:
-    if served.name in engine.failing:
-        raise NotReady(f"the last call of {served.name} failed: it is tried again every second")
 
 
 # Response bodies.
@@ -1061,7 +1055,7 @@ def oip_routes(engine: Engine, reader: Reader) -> APIRouter:
         responses=problems(OipError, e503=_NOT_READY),
     )
     async def ready() -> Response:
-        check_ready(engine)
+        check_ready(engine, engine.catalog)
         return answer(ServerReady(ready=True))
 
     @router.get(
@@ -1087,8 +1081,7 @@ def oip_routes(engine: Engine, reader: Reader) -> APIRouter:
     )
     async def version_ready(name: str, version: str) -> Response:
         served = find_version(engine, name, version)
-        engine.check_open()
-        _check_ready(engine, served)
+        check_ready(engine, [served])
         return answer(ModelReady(name=served.name, ready=True))
 
     @router.get(
