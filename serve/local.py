@@ -36,6 +36,7 @@ from serve.engine.job import (
     GeneratedEvent,
     Job,
     LaneKey,
+    Limits,
     Scores,
     Tags,
     TokenEvent,
@@ -44,7 +45,6 @@ from serve.errors import InvalidField
 from serve.inputs.rows import Input, InputRow, check_kinds, read_items, row_length
 from serve.metrics import Metrics
 from serve.runtime.protocol import CPU, FloatArray
-from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
 MAX_TOKENS = 128
@@ -78,10 +78,9 @@ class LocalModel:
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
         self._catalog: Catalog = open_catalog([Path(folder)], threads, CPU)
         self._served: Served = next(iter(self._catalog))
-        limits = Settings.read(environ={}).limits
         # Nobody waits at a port: a call may take as long as a busy machine makes it.
         patience = StallLimits(stall_s=math.inf, stall_unknown_s=math.inf)
-        self._engine = Engine(self._catalog, limits, Metrics(), patience=patience)
+        self._engine = Engine(self._catalog, Limits(), Metrics(), patience=patience)
         self._engine.start()
         self._closed = False
 

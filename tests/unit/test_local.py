@@ -48,6 +48,12 @@ def test_labels_are_those_of_the_graphs_in_their_order() -> None:
         assert [one.label for one in found[:2]] == ["Business", "Sports"]
 
 
+def test_the_settings_of_a_server_are_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPDIAL_PORT", "the usual one")
+    with serve.load(ZOO / "topics", threads=1) as model:
+        assert model.classify(TEXTS[:1])[0].label == "Business"
+
+
 def test_more_rows_than_one_job_takes() -> None:
     with serve.load(ZOO / "topics", threads=1) as model:
         texts = [" ".join(["word"] * (1 + i % 30)) for i in range(150)]
