@@ -289,7 +289,7 @@ class Engine:
         self._draining_since_s: float | None = None
         self._closed = False
         self._stopping = False
-        self._dead = False
+        self.dead = False  # whether the thread ended by a bug; it does not come back
         for served in catalog:
             self._add(served, None)
         metrics.watch(self, limits.cache_bytes)
@@ -305,11 +305,6 @@ class Engine:
     def running(self) -> int:
         """Requests that run: in a model, or while they are parsed."""
         return self._jobs.running + self.unread.running
-
-    @property
-    def dead(self) -> bool:
-        """Whether the thread ended by a bug. It does not come back."""
-        return self._dead
 
     @property
     def draining(self) -> bool:
@@ -351,7 +346,7 @@ class Engine:
     def _check_works(self) -> None:
         if self._closed:
             raise Draining("the server is shutting down: send the request to another")
-        if self._thread is None or self._dead:  # a thread that ends by itself sets _dead
+        if self._thread is None or self.dead:  # a thread that ends by itself is dead
             raise NotReady("the engine is not running: the server must be restarted")
         late_s = self._watchdog.late_s
         if late_s is not None:
@@ -514,7 +509,7 @@ class Engine:
             self._watchdog.end()
             _log.exception("the engine stopped; restart the server")
             with self._lock:
-                self._dead = True
+                self.dead = True
                 deliveries = self._end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
