@@ -486,7 +486,7 @@ class Submission:
     ) -> None:
         """Read so many prompts, of which each is to be continued or translated."""
         max_tokens = asked.limit(reader.settings.max_tokens)
-        check_size(texts, max_tokens, asked.logprobs, reader.settings)
+        check_size(texts, max_tokens, asked.logprobs, reader.settings, texts_param="inputs")
         check_beams(asked, self.served)
         prompts = await reader.read(self.exchange, characters, self.deadline, read)
         seed = drawn_seed() if asked.seed is None else asked.seed
