@@ -107,9 +107,9 @@ def _costs(kept: Mapping[str, Any]) -> Table:
     caption = (
         "What training cost, on one thread (sentiment: two), without the teacher's answers: an "
         "evaluation is one pass of a batch through the velocity, forward and back; one of all "
-        "layers of the original is three of two. `sentiment` has two more an iteration, for its "
-        "endings, which were not counted when it was trained. CPU seconds are of several "
-        "processors, some of them busy with other work: compare evaluations."
+        "layers of the original is three of two. CPU seconds are of several processors, some of "
+        "them busy with other work, and those of `sentiment` lack 272 iterations before an "
+        "interruption (about 11,700 in all): compare evaluations."
     )
     return Table(caption, columns, rows)
 

@@ -188,10 +188,13 @@ def why() -> str:
     logic = _bundle("logic").manifest
     lines = [
         "**More steps buy accuracy where a task needs several.** A sudoku model of "
-        f"{logic.shape.parameters:,} parameters gets {_percent(_quality('logic', 1))} of the empty "
-        f"cells right at 1 step and {_percent(_quality('logic', logic.full_steps))} at "
-        f"{logic.full_steps}. A plain transformer of {small:,} parameters gets "
-        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}.{_in_time_of_plain()}",
+        f"{logic.shape.parameters:,} parameters (the best of three seeds) gets "
+        f"{_percent(_quality('logic', 1))} of the empty cells right at 1 step"
+        f"{_in_ms('logic', 1, 2)} and {_percent(_quality('logic', logic.full_steps))} at "
+        f"{logic.full_steps}{_in_ms('logic', logic.full_steps, 2)}. A plain transformer of one "
+        f"block and {small:,} parameters gets {_percent(at_small)}{_in_ms('logic-plain', 1, 2)}, "
+        f"one of four blocks and {large:,} {_percent(at_large)}{_in_ms('logic-plain4', 1, 2)}; "
+        f"deeper ones were not trained.{_in_time_of_plain()}",
         _overload(),
         "**You know what you get.** Every answer says how many steps it took, why, and the "
         "quality that this step count has on held-out data.",
@@ -222,16 +225,25 @@ def _converted() -> str:
     return (
         "**A pretrained encoder becomes a dial.** `stepdial convert` trains a small encoder or "
         f"decoder further. On film reviews MiniLM then gets {dial}; its six layers, fine-tuned, "
-        f"get {found['original']}, two of them alone {found['discrete']}"
-        f"{_in_ms('sentiment-plain', 1)}. A bag of words gets {_percent(words)}: on such a task "
-        "try one first."
+        f"get {found['original']} in about the time of 3 steps, two of them alone "
+        f"{found['discrete']} in about that of 1{_in_ms('sentiment-plain', 1)}. Times are for 512 "
+        f"tokens; {_shorter()}A bag of words gets {_percent(words)}: on such a task try one first."
     )
 
 
-def _in_ms(model: str, steps: int) -> str:
+def _in_ms(model: str, steps: int, digits: int = 1) -> str:
     """How long an answer takes, if it was timed."""
-    found = _compute_ms(model, _request(model.removesuffix("-plain")), steps)
-    return "" if found is None else f" ({found:.1f} ms)"
+    found = _compute_ms(model, _request(model.partition("-plain")[0]), steps)
+    return "" if found is None else f" ({found:.{digits}f} ms)"
+
+
+def _shorter() -> str:
+    """The same of a text of usual length, if it was timed."""
+    request = "a text of 100 tokens"
+    ours, plain = (_compute_ms(model, request, 1) for model in ("sentiment", "sentiment-plain"))
+    if ours is None or plain is None:
+        return ""
+    return f"with 100 one step takes {ours:.1f} ms, the two layers {plain:.1f}. "
 
 
 def _in_time_of_plain() -> str:
@@ -346,16 +358,14 @@ def models() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, about in _MODELS.items():
-        most = min(8, _bundle(name).manifest.full_steps)
-        times = [_time(name, _request(name), steps) for steps in (1, most)]
         cells = [
             f"`{name}`",
             about,
             _ladder(name),
             _plain(name),
             _linear(name),
-            _first_and_last(times, most),
-            _time(f"{name}-plain", _request(name), 1),
+            _times(name),
+            _plain_times(name),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\nTimes: {_source('dial')}.\n"
@@ -365,9 +375,9 @@ def saved() -> str:
     """What fewer steps save: the time at 1, 2 and 4 steps beside that at the most."""
     result = _result("dial")
     assert result is not None
-    times: dict[str, dict[int, float]] = {}
+    times: dict[str, dict[int, float]] = {}  # as shares of the time of all steps, in turns
     for row in result.tables[0].rows:
-        times.setdefault(str(row[0]), {})[int(row[1] or 0)] = float(row[2] or 0)
+        times.setdefault(str(row[0]), {})[int(row[1] or 0)] = float(row[3] or 0)
     lines = ["| request | most steps | 1 | 2 | 4 |", "|---|---:|---:|---:|---:|"]
     for request, of in times.items():
         most = min(8, max(of))
@@ -407,10 +417,21 @@ def _linear(name: str) -> str:
     return "not measured" if found is None else _values(name, [found])
 
 
-def _first_and_last(times: Sequence[str], most: int) -> str:
-    if NOT_TIMED in times:
+def _times(name: str) -> str:
+    full = _bundle(name).manifest.full_steps
+    most = min(8, full)
+    first, last, all_steps = (_time(name, _request(name), steps) for steps in (1, most, full))
+    if NOT_TIMED in (first, last):
         return NOT_TIMED
-    return " and ".join(times) + ("" if most == 8 else f" (at {most})")
+    shown = f"{first} and {last}" + ("" if most == 8 else f" (at {most})")
+    return shown if full == most else f"{shown}; at {full}: {all_steps}"
+
+
+def _plain_times(name: str) -> str:
+    shown = _time(f"{name}-plain", _request(name), 1)
+    if name != "logic":
+        return shown
+    return f"{shown}; four times the size: {_time('logic-plain4', _request(name), 1)}"
 
 
 def _time(name: str, request: str, steps: int) -> str:

@@ -33,7 +33,7 @@ command that repeats it, the commit, the date and the machine. Machines are nois
 and ratios within a section, not milliseconds between sections.
 
 `sentiment` and `topics` were replaced on 28 November 2026: those of today have three steps.
-Sections of an earlier date, which name up to eight, are of the models before.
+All sections of an earlier date are of the models before.
 """
 
 

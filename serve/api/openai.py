@@ -1202,8 +1202,8 @@ def embedder(catalog: Catalog, name: str | None) -> Served:
         return served
     if manifest.task == "classify" and manifest.input.kind == "text":
         reason = (
-            "it was exported by an earlier release, or its readout has no pooled state; export its "
-            "run again with this release"
+            "it was exported before there were embeddings, or its readout has no pooled state; "
+            "export its run again with this release"
         )
     else:
         reason = "only classifiers of texts do: name another model, or leave model out"
