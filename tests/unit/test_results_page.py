@@ -165,6 +165,7 @@ def test_noise_beside_the_papers_says_what_is_not_as_there() -> None:
             assert row.endswith(f" | {differs[name]} |")
     assert seen == {
         ("mnist", "mnist-lambda0", "mnist-discrete"),
+        ("modelnet-small", "modelnet-small-lambda0", "modelnet-small-discrete"),
         (
             *("nanogpt-small-lambda1", "nanogpt-small-norms", "nanogpt-small-lambda0"),
             *("nanogpt-small-norms-lambda0", "nanogpt-small-discrete"),
