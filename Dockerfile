@@ -70,6 +70,8 @@ ENV PATH=/venv/bin:$PATH \
 WORKDIR /app
 USER 10001
 EXPOSE 8000
+# For display, and for compose to wait for. Where unhealthy containers are replaced, ask /health/live:
+# a server that drains is not ready.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 CMD \
     ["python", "-c", "import os, urllib.request as u; u.build_opener(u.ProxyHandler({})).open(f\"http://127.0.0.1:{os.environ.get('STEPDIAL_HEALTH_PORT') or os.environ['STEPDIAL_PORT']}/health/ready\", timeout=2)"]
 ENTRYPOINT ["stepdial", "serve"]

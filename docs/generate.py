@@ -55,7 +55,9 @@ Labels take few values: what is served, never what a client sends.
 _METRIC_LABELS = {
     "`model`": "a served model; empty where a request ended before one was found",
     "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` of "
-    "files of the page and where there is no such path",
+    "files of the page, where there is no such path, and of requests that are refused before their "
+    "route is looked up (`unauthorized`, `cross_origin`, `rate_limited`, `concurrency_limited`, "
+    "`draining`, `too_many_connections`)",
     "`code`": "the HTTP status; of a stream that failed, that of its error; 499 where the client "
     "left before its answer was complete",
     "`steps`": "the step count that was chosen; of `stepdial_request_seconds` the fewest that an "
@@ -82,8 +84,9 @@ _REQUESTS = {
     "stepdial_requests_total": Use(
         "requests",
         "the share of answers that are errors of the server",
-        'sum(rate(stepdial_requests_total{code=~"5.."}[5m])) / '
-        "sum(rate(stepdial_requests_total[5m]))",
+        'sum(rate(stepdial_requests_total{code=~"5..",route=~"/v.*",route!~"/v2/health/.*|.*/ready"}'
+        '[5m])) / sum(rate(stepdial_requests_total{route=~"/v.*",route!~"/v2/health/.*|.*/ready"}'
+        "[5m]))",
     ),
     "stepdial_request_seconds": Use(
         "seconds",
@@ -229,7 +232,7 @@ _FAILURES = {
     ),
     "stepdial_terminated_calls_total": Use(
         "calls",
-        "late calls that did not end when asked",
+        "late calls that finished by themselves after all, or ended the process",
         "increase(stepdial_late_calls_total[1h]) - increase(stepdial_terminated_calls_total[1h])",
     ),
 }
@@ -330,9 +333,9 @@ _API_HEAD = """# API reference
 
 <!-- Written by `python -m docs.generate` from the server's OpenAPI document. -->
 
-Every route, every field with its limits, every status. A running server has the same at `/docs` for
-people and at `/openapi.json` for programs. What steps and deadlines mean is in
-[budgets.md](budgets.md); OpenAI's routes and the Open Inference Protocol are in
+Every route, every field with its limits, every status that it gives itself. A running server has
+the same at `/docs` for people and at `/openapi.json` for programs. What steps and deadlines mean is
+in [budgets.md](budgets.md); OpenAI's routes and the Open Inference Protocol are in
 [clients.md](clients.md), keys and limits in [security.md](security.md), each error code in
 [errors.md](errors.md).
 """

@@ -98,7 +98,10 @@ class Metrics:
         # Memory, processor time and open files of this process.
         ProcessCollector(namespace="stepdial", registry=self.registry)
         self.requests = self._counter(
-            "requests", "Requests by route, model and status code.", "route model code"
+            "requests",
+            "Requests by route, model and status code. What is refused before its head is read is "
+            "in stepdial_rejected_total only.",
+            "route model code",
         )
         self.request_seconds = self._seconds(
             "request",
@@ -186,7 +189,9 @@ class Metrics:
             "model",
         )
         self.terminated_calls = self._counter(
-            "terminated_calls", "Stuck model calls that ended after they were cancelled.", "model"
+            "terminated_calls",
+            "Stuck model calls that ended with an error after they were cancelled.",
+            "model",
         )
         self.drafted = self._counter(
             "speculative_drafted", "Draft tokens proposed by speculation.", "model"
@@ -248,10 +253,14 @@ class Metrics:
     def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
         """Read the gauges from this engine at scrape time."""
         self._gauge(
-            "queue_depth", "Requests waiting, for a model or for their body to be read."
+            "queue_depth",
+            "Requests waiting, for a model or for their body to be read; of several texts to "
+            "write, each counts.",
         ).set_function(lambda: engine.queued)
         self._gauge(
-            "in_flight", "Requests running in a model, or whose body is being read."
+            "in_flight",
+            "Requests running in a model, or whose body is being read; of several texts to write, "
+            "each counts.",
         ).set_function(lambda: engine.running)
         self._gauge(
             "cache_bytes", "Memory of the KV caches of generations, in bytes."

@@ -134,7 +134,7 @@ class Settings(BaseSettings):
     """longest predicted wait in the queue: beyond it a request gets 429, unless it has a deadline
     that can be met"""
     degrade: bool = True
-    """under load, give fewer steps to requests that set no exact steps"""
+    """under load, give fewer steps to requests that set no steps, effort or max_disagreement"""
     degrade_wait_ms: float = Field(default=500.0, gt=0, le=86_400_000)
     """predicted wait in the queue from which on --degrade lowers steps"""
     recheck_share: float = Field(default=0.02, ge=0, le=1)

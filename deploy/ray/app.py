@@ -41,6 +41,7 @@ _HEALTH_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_POLL_S = 0.5
 _LAST_S = 5.0  # for the last answers to leave
 _SWITCH_S = 0.0005  # as in `stepdial serve`
+_OF_A_SERVER = {"access_log", "log_format", "log_level", "engine_nice", "health_port"}  # settings
 
 
 class Arguments(BaseModel):
@@ -90,6 +91,10 @@ class Arguments(BaseModel):
             raise ValueError(
                 "admin_keys_file means nothing on Ray, where a request reaches one replica only: "
                 "to change the bundles, change the config and deploy it again"
+            )
+        if idle := sorted(_OF_A_SERVER & self.settings.keys()):
+            raise ValueError(
+                f"{', '.join(idle)}: no effect on Ray, which has its own logs, ports and processes"
             )
         return self
 

@@ -484,7 +484,7 @@ _READINESS: dict[str, Any] = {
     "response_model": Health,
     "response_description": "The server takes requests.",
     "responses": problems(
-        e503="The server is starting or shutting down, a model call is stuck, or every model fails."
+        e503="The server is shutting down, a model call is stuck, or every model fails."
     ),
 }
 

@@ -734,7 +734,7 @@ class RepositoryIndex(RootModel[list[RepositoryEntry]]):
 
 
 _UNKNOWN = "No model with this name or version is served."
-_NOT_READY = "The server is starting or shutting down, a model call is stuck, or the model fails."
+_NOT_READY = "The server is shutting down, a model call is stuck, or the model fails."
 
 
 _METADATA: dict[str, Any] = {

@@ -692,7 +692,7 @@ class CompletionRequest(OpenAIFields):
         ge=1,
         le=MAX_TEXTS,
         description="Generate this many answers per prompt and return the n with the highest "
-        "mean log-probability per token, best first. At least n; not with `stream`.",
+        "mean log-probability per token, best first. At least n; with `stream` only equal to n.",
     )
     echo: bool | None = Field(
         None, description="Return the prompt in front of each answer. Not with logprobs."

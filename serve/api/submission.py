@@ -324,7 +324,7 @@ def takes(schema: type[BaseModel], required: bool = True) -> dict[str, Any]:
 
 RUN_PROBLEMS = problems(
     e400="The body is not valid JSON.",
-    e403="A web page of another origin sent the request.",
+    e403="A web page of another origin sent the request, or the API key forbids it.",
     e404="No model with this name is served.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
@@ -333,7 +333,7 @@ RUN_PROBLEMS = problems(
     "`param` names it.",
     e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and `retry-after-ms` "
     "say when to try again.",
-    e503="The server is starting or shutting down, or the model failed.",
+    e503="The server is shutting down, or the model failed.",
     e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
 )
 

@@ -303,5 +303,5 @@ def test_figures_are_those_of_the_training() -> None:
     wide = read_all()["mnist-any"][0]
     most = max(point.steps or 0 for point in wide.points)
     assert wide.full.steps == wide.recipe["steps"]["full"] < most
-    (discrete,) = read_all()["mnist-any-discrete"]
+    discrete = read_all()["mnist-any-discrete"][0]
     assert discrete.full.steps == 1
