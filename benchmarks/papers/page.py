@@ -27,6 +27,7 @@ from train.evaluate import ADAPTIVE
 
 
 AnyGroups = Mapping[str, Sequence[Measured]]
+MOST_INSIDE = 5  # lines; the names of more stand beside the picture
 
 
 def draw_quality(title: str, groups: AnyGroups, path: Path) -> None:
@@ -62,6 +63,7 @@ def draw_curves(title: str, groups: AnyGroups, path: Path) -> None:
         label = max(moments[-1].validation, key=_steps)
         seen = [m for m in moments if label in m.validation]
         axes.plot([m.evaluations for m in seen], [m.validation[label] for m in seen], label=name)
+    axes.set_xscale("log")
     axes.set_xlabel("velocity evaluations spent in training")
     axes.set_ylabel(f"validation {label.partition('@')[0]}, full steps")
     _finish(figure, axes, path)
@@ -75,11 +77,14 @@ def _steps(label: str) -> int:
 
 def _canvas(title: str) -> tuple[Any, Any]:
     import matplotlib
+    from cycler import cycler
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    colours = matplotlib.rcParams["axes.prop_cycle"]
+    axes.set_prop_cycle(cycler(linestyle=["-", ":"]) * colours)  # ten, then ten dotted
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -92,7 +97,11 @@ def _grey(name: str) -> str:
 def _finish(figure: Any, axes: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    axes.legend(fontsize=7, frameon=False)
+    if len(axes.get_lines()) > MOST_INSIDE:
+        figure.set_size_inches(8.8, 3.8)
+        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    else:
+        axes.legend(fontsize=7, frameon=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
