@@ -1,6 +1,7 @@
 """Images and clouds to train on: scaled always, and moved, mirrored or drawn in training only."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from train.recipe import DataConfig
 ROWS, SIDE = 40, 6
 
 
-def dataset(folder: Path, **changes: object) -> ImageDataset:
+def dataset(folder: Path, **changes: Any) -> ImageDataset:
     draw = np.random.default_rng(0)
     images = draw.integers(0, 256, (ROWS, SIDE, SIDE, 3)).astype(np.uint8)
     np.savez(folder / "data.npz", x=images, y=np.arange(ROWS) % 2)
-    files = {"train": "data.npz:x", "train_labels": "data.npz:y"}
-    config = DataConfig("images", str(folder), **files, **changes)  # type: ignore[arg-type]
+    changes |= {"train": "data.npz:x", "train_labels": "data.npz:y"}
+    config = DataConfig("images", str(folder), **changes)
     return ImageDataset(config, 0)
 
 

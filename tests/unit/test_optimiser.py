@@ -149,23 +149,31 @@ def test_hidden_tokens_are_padding_of_the_share_and_never_the_first(tmp_path: Pa
     assert not seen[changed].any()
 
 
-def test_the_log_has_the_norm_of_the_gradient_before_it_is_clipped(tmp_path: Path) -> None:
+def keep_gradients(loop: TrainingLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an iteration leave the gradients that it found."""
+    monkeypatch.setattr(loop.optimiser, "step", lambda: None)
+    monkeypatch.setattr(loop.optimiser, "zero_grad", lambda set_to_none=True: None)
+
+
+def test_the_log_has_the_norm_of_the_gradient_before_it_is_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, other = loop_of(tmp_path, "optim.clip=0.001"), loop_of(tmp_path, "optim.clip=1e6")
     record = loop.iterate(0)
-    other.optimiser.step = lambda: None  # type: ignore[method-assign, assignment]  # gradients stay
-    other.optimiser.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    keep_gradients(other, monkeypatch)
     other.iterate(0)
     grads = [p.grad for p in other.model.parameters() if p.grad is not None]
     norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
     assert record["gradient_norm"] == pytest.approx(norm, abs=1e-4) and norm > 0.001
 
 
-def test_an_iteration_learns_from_the_mean_of_its_batches(tmp_path: Path) -> None:
+def test_an_iteration_learns_from_the_mean_of_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next two batches, of which a run without accumulation sees one an iteration."""
     settings = ["optim.clip=1e6", "steps.schedule=fixed", "model.dropout=0"]
     loop = loop_of(tmp_path, "optim.accumulate=2", *settings)
-    loop.optimiser.step = lambda: None  # type: ignore[method-assign, assignment]  # gradients stay
-    loop.optimiser.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    keep_gradients(loop, monkeypatch)
     record = loop.iterate(3)
     found = [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
     loop.model.zero_grad()
