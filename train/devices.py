@@ -1,9 +1,7 @@
 """Where training runs: one CPU or GPU, or several processes that torchrun started.
 
 Lightning Fabric finds the processes, the device and the precision. Here a batch is shared among
-the processes, and their gradients are averaged, so that the result is that of one process. Where
-rows of a batch have different numbers of targets, as translations do, that is nearly so: a process
-takes the mean of its own targets, and all processes weigh alike, as all parts of an iteration do.
+the processes, and their gradients are averaged, so that the result is that of one process.
 
 Gradients are averaged once per iteration, after all passes. A gradient takes many evaluations of
 the velocity, so overlapping the exchange with the backward pass would gain nothing.
@@ -18,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from train.data.batch import Batch
+from train.data.batch import IGNORED, Batch
 from train.recipe import Accelerator
 
 Precision = Literal["fp32", "bf16"]
@@ -104,6 +102,15 @@ class Devices:
         inputs = tuple(one[mine] for one in batch.inputs)
         taught = None if batch.taught is None else batch.taught[mine]
         return self.place(Batch(inputs, batch.targets[mine], taught))
+
+    def per_share(self, batches: list[Batch]) -> list[float]:
+        """What to divide the mean loss of each batch of this process by.
+
+        The mean over processes of their sums is then the mean over all targets of the iteration.
+        """
+        counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        mean = self.mean(float(sum(counts)))
+        return [mean / max(count, 1) for count in counts]
 
     def place(self, batch: Batch) -> Batch:
         """A batch on the device of this process."""

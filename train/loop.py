@@ -461,15 +461,20 @@ class TrainingLoop:
         started, total, cost = time.perf_counter(), 0.0, 0.0
         tokens = evaluations = 0  # of this process
         parts = self.devices.parts(optim.accumulate, optim.batch)
-        for part in parts:
-            batch = self.dataset.batch(iteration * optim.accumulate + part, optim.batch, seed)
-            batch = self.devices.share(batch, optim.accumulate)
+        batches = [
+            self.devices.share(
+                self.dataset.batch(iteration * optim.accumulate + part, optim.batch, seed),
+                optim.accumulate,
+            )
+            for part in parts
+        ]
+        for batch, whole in zip(batches, self.devices.per_share(batches), strict=True):
             passes = self.objective.passes(self._hide(batch), batch.targets, turn, batch.taught)
             for place, one in enumerate(passes):
-                (one.loss / len(parts)).backward()
-                total += float(one.loss.detach()) / len(parts)
+                (one.loss / whole).backward()
+                total += float(one.loss.detach()) / whole
                 if place == 0:
-                    cost += float(one.cost) / len(parts)
+                    cost += float(one.cost) / whole
                 evaluations += one.evaluations
             tokens += batch.inputs[-1].numel()
         self.devices.average_gradients(self.model)

@@ -5,13 +5,14 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.fixtures.tiny_runs import tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_pair_recipe, tiny_text_recipe
 from train.__main__ import main
 from train.data.batch import Batch
 from train.devices import Devices
@@ -43,11 +44,20 @@ def together(recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_train_the_weights_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe_of, settings",
+    [
+        (tiny_text_recipe, ["steps.schedule=sandwich", "steps.jump=0.3", "steps.grow=0"]),
+        (tiny_pair_recipe, ["optim.transport=0"]),  # rows of unequal numbers of targets
+    ],
+)
+def test_two_processes_train_the_weights_of_one(
+    recipe_of: Callable[..., Recipe], settings: list[str], tmp_path: Path
+) -> None:
     """Rows of each batch are shared. Without the bias of keys, whose gradient is but rounding."""
     exact = ["model.dropout=0", "model.embed_dropout=0", "model.bias=false", "optim.lr=0.0001"]
-    passes = ["steps.schedule=sandwich", "steps.jump=0.3", "steps.grow=0", "optim.iterations=3"]
-    recipe = tiny_text_recipe(tmp_path, *exact, *passes, "run.accelerator=cpu")
+    settings += ["optim.iterations=3", "run.accelerator=cpu"]
+    recipe = recipe_of(tmp_path, *exact, *settings)
     train(recipe, tmp_path / "one", quiet=True)
     together(recipe, tmp_path / "two")
     one, two = (load_file(tmp_path / name / "state.safetensors") for name in ("one", "two"))

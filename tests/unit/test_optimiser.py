@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_pair_recipe, tiny_text_recipe
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
 from train.data import open_dataset
-from train.data.batch import Sizes
+from train.data.batch import IGNORED, Sizes
 from train.data.labelled import LabelledDataset
 from train.devices import Devices
 from train.families import InducedBlock
@@ -126,7 +126,10 @@ def test_the_smoothing_of_a_recipe_reaches_its_loss(tmp_path: Path) -> None:
 
 
 def loop_of(folder: Path, *overrides: str) -> TrainingLoop:
-    recipe = tiny_label_recipe("optim.precision=fp32", *overrides)
+    return loop_for(tiny_label_recipe("optim.precision=fp32", *overrides), folder)
+
+
+def loop_for(recipe: Recipe, folder: Path) -> TrainingLoop:
     devices = Devices("cpu", recipe.optim.precision)
     dataset = open_dataset(recipe)
     torch.manual_seed(0)
@@ -186,6 +189,28 @@ def test_an_iteration_learns_from_the_mean_of_its_batches(
     torch.testing.assert_close(found, expected)
     norm = torch.stack([gradient.square().sum() for gradient in expected]).sum().sqrt()
     assert record["gradient_norm"] == pytest.approx(float(norm), abs=1e-4)
+
+
+def test_all_targets_of_an_iteration_count_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever batch they lie in: of translations some have more targets than others."""
+    settings = ["optim.clip=1e6", "model.dropout=0", "optim.transport=0", "optim.accumulate=2"]
+    loop = loop_for(tiny_pair_recipe(tmp_path, *settings), tmp_path)
+    optim, seed = loop.recipe.optim, loop.recipe.run.seed
+    turn = turn_for(0, optim.iterations, loop.steps, seed)
+    batches = [loop.dataset.batch(place, optim.batch, seed) for place in (0, 1)]
+    counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+    assert counts[0] != counts[1]
+    for batch, count in zip(batches, counts, strict=True):
+        for one in loop.objective.passes(batch.inputs, batch.targets, turn):
+            (one.loss * count / sum(counts)).backward()
+    expected = [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+    loop.model.zero_grad()
+    keep_gradients(loop, monkeypatch)
+    loop.iterate(0)
+    found = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    torch.testing.assert_close(found, expected)
 
 
 AVERAGE = ["optim.iterations=9", "run.checkpoint_every=2", "optim.average=3"]
