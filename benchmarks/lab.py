@@ -217,9 +217,9 @@ class Result:
     def markdown(self) -> str:
         """A section of RESULTS.md."""
         parts = [f"## {self.title}", self.about]
-        parts += [f"{table.caption}\n\n{_markdown_table(table)}" for table in self.tables]
+        parts += [f"{table.caption}\n\n{markdown_table(table)}" for table in self.tables]
         if self.targets:
-            parts.append(_markdown_table(_figure_table(self.targets)))
+            parts.append(markdown_table(_figure_table(self.targets)))
         parts.append(
             f"`{self.command}` at {self.commit}, {self.date}.\nMachine: {self.machine.sentence}."
         )
@@ -299,7 +299,7 @@ def _target_table(targets: Sequence[Target]) -> Table:
     return Table("Targets", ("target", "wanted", "measured", ""), rows)
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     numeric = [
         all(not isinstance(row[index], str) for row in table.rows)
         for index in range(len(table.columns))

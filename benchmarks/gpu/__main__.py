@@ -12,12 +12,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.gpu import engines, writing
-from benchmarks.lab import ZOO, Provenance
+from benchmarks.lab import ZOO, Provenance, Table, markdown_table
 from serve.bundle import Bundle, BundleError, read_bundle
 from serve.runtime.tensorrt import open_cuda
 
@@ -71,21 +71,15 @@ def _measured(bundle: Bundle, calls: int) -> tuple[dict[str, object], bool]:
     """The record of a bundle, and whether all of it was right; its tables are printed."""
     name = bundle.manifest.name
     with tempfile.TemporaryDirectory() as folder:
-        timed, skipped, broken = engines.measure(bundle, Path(folder), calls)
+        timed, skipped, broken = engines.measure(bundle, Path(folder) / "engines", calls)
         print(f"\n### {name}: whole calls\n")
-        print(
-            _markdown(
-                ("way", "steps", "rows", "ms", "error of the largest logit"),
-                [
-                    (one.way, one.steps, one.rows, f"{one.median_ms:.2f}", f"{one.error:.1e}")
-                    for one in timed
-                ],
-            )
-        )
+        columns = ("way", "steps", "rows", "ms", "error of the largest logit")
+        rows = [(it.way, it.steps, it.rows, it.median_ms, f"{it.error:.1e}") for it in timed]
+        print(markdown_table(Table("", columns, rows)))
         right = all(one.right for one in timed)
         found: dict[str, object] = {"calls": [asdict(one) for one in timed]}
         if bundle.manifest.keeps_caches and not bundle.manifest.rounds:
-            report = writing.measure(bundle, Path(folder), max(3, calls // 4))
+            report = writing.measure(bundle, Path(folder) / "halves", max(3, calls // 4))
             print(f"\n### {name}: tokens a second\n")
             print(_tokens(report.written))
             skipped, broken = skipped | report.skipped, broken | report.broken
@@ -113,14 +107,9 @@ def _tokens(written: Sequence[writing.Written]) -> str:
         known = one.against_fp32
         agreed = "" if known is None else f"{100 * known.top1_agreement:.2f} %"
         change = "" if known is None else f"{known.change:+.4f}"
-        rows.append((one.way, one.steps, one.rows, f"{one.tokens_a_second:,.0f}", agreed, change))
+        rows.append((one.way, one.steps, one.rows, one.tokens_a_second, agreed, change))
     columns = ("way", "steps", "rows", "tokens a second", "tokens as in float32", "change of loss")
-    return _markdown(columns, rows)
-
-
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return markdown_table(Table("", columns, rows))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -89,38 +89,26 @@ def measure(bundle: Bundle, folder: Path, rounds: int, peers_on: str = "cuda") -
     shape, reference = Shape.of(bundle, steps), open_model(bundle)
     rows = written_by(reference, steps, 4)
     for name, opening in ours(bundle, folder).items():
-        with _reported(report, name) as attempt:
-            model = attempt(opening)
+        with _reported(report, name):
+            model = opening()
             _, against = compare(model, reference, steps, [rows])
-            write = writer(model, shape)
-            _time(report, name, shape, write, rounds, against)
+            _time(report, name, shape, writer(model, shape), rounds, against)
             model.close()
     for name, making in peers(shape, folder, peers_on).items():
-        with _reported(report, name) as attempt:
-            _time(report, name, shape, attempt(making), rounds, None)
+        with _reported(report, name):
+            _time(report, name, shape, making(), rounds, None)
     return report
 
 
-class _reported:  # read like a function
-    """Notes in the report why a way was refused, or failed: others are still measured."""
-
-    def __init__(self, report: Report, name: str) -> None:
-        self.report, self.name = report, name
-
-    def __enter__(self) -> Callable[[Callable[[], Any]], Any]:
-        return lambda make: make()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        match error:
-            case None:
-                return False
-            case BundleError() | ImportError() | Skipped():
-                self.report.skipped[self.name] = str(error)
-            case Exception():
-                self.report.broken[self.name] = f"{type(error).__name__}: {error}"
-            case _:
-                return False
-        return True
+@contextmanager
+def _reported(report: Report, name: str) -> Iterator[None]:
+    """Note in the report why a way was refused, or failed: others are still measured."""
+    try:
+        yield
+    except (BundleError, ImportError, Skipped) as error:
+        report.skipped[name] = str(error)
+    except Exception as error:
+        report.broken[name] = f"{type(error).__name__}: {error}"
 
 
 class Skipped(Exception):  # not an error
@@ -180,22 +168,30 @@ def writer(model: OpenedModel, shape: Shape) -> Write:
 def peers(shape: Shape, folder: Path, on: str) -> Mapping[str, Callable[[], Write]]:
     """What else could decode there; each says when it is made why it cannot."""
 
-    def here(make: Callable[[torch.dtype], Write], kind: torch.dtype) -> Callable[[], Write]:
+    def gpt2(name: str, *given: Any) -> Write:
+        """A GPT-2 as deep as all steps together."""
+        peer = importlib.import_module("benchmarks.peers.generation_app")
+        layers, window = shape.layers * shape.steps, shape.prompt + shape.answer
+        size = (layers, shape.heads, shape.width, window, shape.vocabulary)
+        write: Write = getattr(peer, name)(
+            peer.Shape(*size, prompt=shape.prompt, answer=shape.answer), *given
+        )
+        return write
+
+    def here(make: Callable[..., Write], *given: Any) -> Callable[[], Write]:
         def made() -> Write:
             if on == "cuda" and not torch.cuda.is_available():
                 raise Skipped("torch sees no CUDA device")
-            return make(kind)
+            return make(*given)
 
         return made
 
-    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
     found: dict[str, Callable[[], Write]] = {}
-    for name, kind in kinds.items():
-        found[f"PyTorch with caches {name}"] = here(lambda k: plain_torch(shape, on, k), kind)
-        found[f"transformers {name}"] = here(lambda k: with_transformers(shape, on, k), kind)
-    found["CTranslate2 fp16"] = here(
-        lambda _: with_ctranslate2(shape, folder / "peer", on), torch.float16
-    )
+    for name, kind in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        found[f"PyTorch with caches {name}"] = here(plain_torch, shape, on, kind)
+        found[f"transformers {name}"] = here(gpt2, "in_transformers", on, kind)
+    half = "float16" if on == "cuda" else "default"
+    found["CTranslate2 fp16"] = here(gpt2, "in_ctranslate2", folder / "peer", half, on)
     return found
 
 
@@ -262,74 +258,6 @@ def plain_torch(shape: Shape, on: str, kind: torch.dtype) -> Write:
             tokens = model(tokens[:, None], at, caches).argmax(-1)
         tokens.cpu()  # waits for the GPU
         return rows * shape.answer
-
-    return write
-
-
-def _gpt2(shape: Shape) -> Any:
-    """A GPT-2 as deep as all steps together."""
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=shape.vocabulary,
-        n_positions=shape.prompt + shape.answer,
-        n_embd=shape.width,
-        n_layer=shape.layers * shape.steps,
-        n_head=shape.heads,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
-def with_transformers(shape: Shape, on: str, kind: torch.dtype) -> Write:
-    model = _gpt2(shape).to(on, kind)
-    prompt = 1 + torch.arange(shape.prompt, device=on) % (shape.vocabulary - 1)
-
-    @torch.inference_mode()
-    def write(rows: int) -> int:
-        tokens = prompt.repeat(rows, 1)
-        written = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            min_new_tokens=shape.answer,
-            max_new_tokens=shape.answer,
-        )
-        return int(written.numel() - tokens.numel())
-
-    return write
-
-
-def with_ctranslate2(shape: Shape, folder: Path, on: str) -> Write:
-    ctranslate2 = importlib.import_module("ctranslate2")
-    converters = importlib.import_module("ctranslate2.converters")
-    transformers = importlib.import_module("transformers")
-    words = [f"t{index}" for index in range(shape.vocabulary)]
-    known = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, words[0]))
-    # The converter wants a tokenizer beside the model; what is decoded is numbers.
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=known, unk_token=words[0], bos_token=words[0], eos_token=words[0]
-    )
-    _gpt2(shape).save_pretrained(folder / "gpt2")
-    tokenizer.save_pretrained(folder / "gpt2")
-    converter = converters.TransformersConverter(str(folder / "gpt2"))
-    converter.convert(str(folder / "converted"))
-    generator = ctranslate2.Generator(
-        str(folder / "converted"), device=on, compute_type="float16" if on == "cuda" else "default"
-    )
-    start = [words[1 + place % (shape.vocabulary - 1)] for place in range(shape.prompt)]
-
-    def write(rows: int) -> int:
-        written = generator.generate_batch(
-            [start] * rows,
-            max_length=shape.answer,
-            min_length=shape.answer,
-            include_prompt_in_result=False,
-            sampling_topk=1,
-        )
-        return sum(len(one.sequences_ids[0]) for one in written)
 
     return write
 

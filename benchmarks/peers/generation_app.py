@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ctranslate2
 import torch
-from ctranslate2.converters import TransformersConverter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -35,8 +33,10 @@ class Shape:
     answer: int  # tokens
 
 
-def ways(shape: Shape, folder: Path) -> dict[str, Callable[[int], int]]:
-    """Every engine as a function of the rows to write at a time that returns the tokens written."""
+Write = Callable[[int], int]  # so many rows at a time; returns the tokens written
+
+
+def _gpt2(shape: Shape) -> Any:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=shape.vocabulary,
@@ -48,22 +48,20 @@ def ways(shape: Shape, folder: Path) -> dict[str, Callable[[int], int]]:
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = GPT2LMHeadModel(config).eval()
-    words = {f"t{token}": token for token in range(shape.vocabulary)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0")),
-        unk_token="t0",
-        bos_token="t0",
-        eos_token="t0",
-    )
-    model.save_pretrained(folder / "gpt2")
-    tokenizer.save_pretrained(folder / "gpt2")
-    TransformersConverter(str(folder / "gpt2")).convert(str(folder / "converted"))
-    start = [f"t{1 + place % (shape.vocabulary - 1)}" for place in range(shape.prompt)]
-    prompt = torch.tensor([[words[word] for word in start]])  # (1, S)
+    return GPT2LMHeadModel(config).eval()
+
+
+def _prompt(shape: Shape) -> list[int]:
+    return [1 + place % (shape.vocabulary - 1) for place in range(shape.prompt)]
+
+
+def in_transformers(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Write:
+    """Greedily, with caches."""
+    model = _gpt2(shape).to(device, dtype)
+    prompt = torch.tensor([_prompt(shape)], device=device)  # (1, S)
 
     @torch.inference_mode()
-    def generate(rows: int) -> int:
+    def write(rows: int) -> int:
         tokens = prompt.repeat(rows, 1)  # (B, S)
         written = model.generate(
             tokens,
@@ -74,28 +72,46 @@ def ways(shape: Shape, folder: Path) -> dict[str, Callable[[int], int]]:
         )  # (B, S + new)
         return int(written.numel() - tokens.numel())
 
-    def converted(kind: str) -> Callable[[int], int]:
-        generator = ctranslate2.Generator(
-            str(folder / "converted"), compute_type=kind, inter_threads=1, intra_threads=1
+    return write
+
+
+def in_ctranslate2(shape: Shape, folder: Path, kind: str, device: str = "cpu") -> Write:
+    """The same model, converted; in one thread on the CPU. The folder is for its files."""
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
+    if not (folder / "converted").is_dir():
+        words = {f"t{token}": token for token in range(shape.vocabulary)}
+        # The converter wants a tokenizer beside the model; what is decoded is numbers.
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0")),
+            unk_token="t0",
+            bos_token="t0",
+            eos_token="t0",
         )
+        _gpt2(shape).save_pretrained(folder / "gpt2")
+        tokenizer.save_pretrained(folder / "gpt2")
+        TransformersConverter(str(folder / "gpt2")).convert(str(folder / "converted"))
+    start = [f"t{token}" for token in _prompt(shape)]
+    generator = ctranslate2.Generator(
+        str(folder / "converted"),
+        device=device,
+        compute_type=kind,
+        inter_threads=1,
+        intra_threads=1,
+    )
 
-        def write(rows: int) -> int:
-            written = generator.generate_batch(
-                [start] * rows,
-                max_length=shape.answer,
-                min_length=shape.answer,
-                include_prompt_in_result=False,
-                sampling_topk=1,
-            )
-            return sum(len(one.sequences_ids[0]) for one in written)
+    def write(rows: int) -> int:
+        written = generator.generate_batch(
+            [start] * rows,
+            max_length=shape.answer,
+            min_length=shape.answer,
+            include_prompt_in_result=False,
+            sampling_topk=1,
+        )
+        return sum(len(one.sequences_ids[0]) for one in written)
 
-        return write
-
-    return {
-        "transformers fp32": generate,
-        "CTranslate2 fp32": converted("float32"),
-        "CTranslate2 int8": converted("int8"),
-    }
+    return write
 
 
 def main() -> None:
@@ -104,7 +120,11 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = Shape(**json.loads(sys.stdin.readline()))
     with tempfile.TemporaryDirectory() as folder:
-        made = ways(shape, Path(folder))
+        made = {
+            "transformers fp32": in_transformers(shape),
+            "CTranslate2 fp32": in_ctranslate2(shape, Path(folder), "float32"),
+            "CTranslate2 int8": in_ctranslate2(shape, Path(folder), "int8"),
+        }
         _say(list(made))
         for line in sys.stdin:
             asked = json.loads(line)

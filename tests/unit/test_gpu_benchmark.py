@@ -8,9 +8,8 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as whole
 from benchmarks.gpu import writing
-from benchmarks.gpu.engines import NO_GPU, UNUSABLE, main
+from benchmarks.gpu.__main__ import NO_GPU, UNUSABLE, main
 from serve.bundle import AgainstFp32
 from serve.runtime import open_model
 from tests.fake_cuda import FakeCuda
@@ -29,11 +28,11 @@ def test_without_a_gpu_it_says_what_is_missing(
     translator: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", FakeCuda(status=35))
-    assert main([str(translator)]) == NO_GPU == 3
-    assert "no usable NVIDIA GPU" in capsys.readouterr().err
+    assert main([str(translator), "--calls", "1"]) == NO_GPU == 3
+    assert "No GPU was used: there is no usable NVIDIA GPU" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    assert main([str(translator)]) == NO_GPU
-    assert "pip install -e '.[gpu]'" in capsys.readouterr().err
+    assert main([str(translator), "--calls", "1"]) == NO_GPU
+    assert "pip install -e '.[gpu]'" in capsys.readouterr().out
     assert main([str(translator / "nothing")]) == UNUSABLE
 
 
@@ -45,8 +44,11 @@ def test_with_a_gpu_every_way_is_measured_or_skipped_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "CUDAExecutionProvider" in ort.get_available_providers():
-        pytest.skip("onnxruntime-gpu is installed here")
+    if "CUDAExecutionProvider" in ort.get_available_providers() or torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.setattr(writing, "ROWS", (1, 3))
+    # Of the tokens of a model with random weights, some in 16 bits are near ties.
+    monkeypatch.setattr(writing, "AGREEMENT", 0.9)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cuda = FakeCuda()
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
@@ -57,12 +59,14 @@ def test_with_a_gpu_every_way_is_measured_or_skipped_with_the_reason(
     kept = tmp_path / "kept.json"
     status = main([str(folder), "--calls", "1", "--results", str(kept)])
     record = json.loads(kept.read_text())
+    (found,) = record["bundles"].values()
     # The stand-in runs on onnxruntime, which has no kernels for bf16 on the CPU.
-    assert set(record["skipped"]) == {"cuda", "tensorrt", "engines bf16"}
-    assert "cannot run on cuda" in record["skipped"]["cuda"]
-    assert {one["way"] for one in record["timed"]} == {"cpu", "engines fp32", "engines fp16"}
-    assert all(one["median_ms"] > 0 for one in record["timed"])
-    assert not record["broken"]
+    assert {"cuda", "tensorrt", "engines bf16"} <= set(found["skipped"])
+    assert not any(way.startswith("engines fp") for way in found["skipped"])
+    assert "cannot run on cuda" in found["skipped"]["cuda"]
+    assert {one["way"] for one in found["calls"]} == {"cpu", "engines fp32", "engines fp16"}
+    assert all(one["median_ms"] > 0 for one in found["calls"])
+    assert not found["broken"]
     assert record["host"]["gpu"] == "Fake GPU" and status == 0
     assert "Skipped" in capsys.readouterr().out
 
@@ -80,7 +84,7 @@ def test_the_one_command_measures_what_runs_here_and_says_what_it_skipped(
     build_translate(tmp_path / "pairs", steps=(1,), max_tokens=12, target_max_tokens=8)
     kept = tmp_path / "kept.json"
     words = [str(decoder), str(tmp_path / "pairs"), "--calls", "1", "--results", str(kept)]
-    assert whole.main(words) == whole.NO_GPU == 3
+    assert main(words) == NO_GPU == 3
     said = capsys.readouterr().out
     assert "No GPU was used: there is no usable NVIDIA GPU" in said
     assert "### tiny-generate: tokens a second" in said
@@ -94,7 +98,7 @@ def test_the_one_command_measures_what_runs_here_and_says_what_it_skipped(
     assert {"PyTorch with caches fp16", "transformers bf16", "CTranslate2 fp16"} <= skipped
     assert record["skipped"]["PyTorch with caches fp16"] == "torch sees no CUDA device"
     assert not record["broken"]
-    assert whole.main([str(tmp_path / "nothing")]) == whole.UNUSABLE == 2
+    assert main([str(tmp_path / "nothing")]) == UNUSABLE == 2
 
 
 def test_peers_write_as_many_tokens_as_ours(tmp_path: Path) -> None:
