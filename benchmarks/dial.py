@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from statistics import median
 from typing import Any
 
 from benchmarks.client import Client
@@ -20,7 +20,6 @@ from benchmarks.lab import (
     Table,
     Target,
     interleave,
-    median,
     median_ratio,
     options,
     parser,
@@ -45,12 +44,7 @@ class Sample:
     as_asked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kind of request, at every rung."""
-
-    name: str
-    calls: dict[int, Callable[[], Sample]]
+Rung = tuple[str, int]  # a model and its steps
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,17 +59,19 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     targets = []
     answers = honest = 0
     with running_server(chosen.bundles) as server, Client.of(server) as client:
-        tagged = _tagged_text(bundles)
-        cases = [_cases(bundle, client, chosen.quick, tagged) for bundle in bundles]
-        for case in chain.from_iterable(cases):
-            samples = interleave(case.calls, seconds, least)
+        for request, calls in _in_turn(bundles, client, chosen.quick).items():
+            names = dict.fromkeys(name for name, _ in calls)
+            samples = interleave(calls, seconds * len(names), least)
             answers += sum(map(len, samples.values()))
             honest += sum(one.as_asked for column in samples.values() for one in column)
-            rows += _rows(case, samples)
-            if OF_STEPS in samples and TO_STEPS in samples:
-                ratio = _compute_ratio(samples, OF_STEPS, TO_STEPS)
-                what = f"{case.name}: compute time at {OF_STEPS} step, of that at {TO_STEPS}"
-                targets.append(Target(what, ratio, "<=", WANTED_RATIO))
+            for name in names:
+                of_one = {steps: found for (one, steps), found in samples.items() if one == name}
+                rows += _rows(f"{name}, {request[1]}", of_one)
+                if OF_STEPS in of_one and TO_STEPS in of_one:
+                    ratio = _compute_ratio(of_one, OF_STEPS, TO_STEPS)
+                    what = f"compute time at {OF_STEPS} step, of that at {TO_STEPS}"
+                    what = f"{name}, {request[1]}: {what}"
+                    targets.append(Target(what, ratio, "<=", WANTED_RATIO))
     targets.append(Target("answers that took the steps they were asked for", honest, "==", answers))
     columns = ("request", "steps", "compute ms", "of the largest", "client ms", "answers")
     caption = (
@@ -86,32 +82,49 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     return provenance.result(
         NAME,
         "The dial: time at each rung",
-        "The same answers at every rung in turn, from the real server over HTTP.",
+        "The same answers at every rung, and of the plain models of the same task, in turn, from "
+        "the real server over HTTP.",
         [Table(caption, columns, rows)],
         targets,
     )
 
 
-def _cases(bundle: Bundle, client: Client, quick: bool, tagged: str) -> list[Case]:
-    name, steps = bundle.manifest.name, bundle.manifest.steps
+def _in_turn(
+    bundles: Sequence[Bundle], client: Client, quick: bool
+) -> dict[tuple[str, str], dict[Rung, Callable[[], Sample]]]:
+    """By model and kind of request: the calls of it and of its plain models, MODEL-plain..."""
+    tagged = _tagged_text(bundles)
+    found: dict[tuple[str, str], dict[Rung, Callable[[], Sample]]] = {}
+    for bundle in bundles:
+        name = bundle.manifest.name
+        for request, call in _requests(bundle, client, quick, tagged).items():
+            calls = found.setdefault((name.partition("-plain")[0], request), {})
+            calls |= {(name, steps): partial(call, steps) for steps in bundle.manifest.steps}
+    return found
+
+
+def _requests(
+    bundle: Bundle, client: Client, quick: bool, tagged: str
+) -> dict[str, Callable[[int], Sample]]:
+    """What a model is asked, and calls that ask it at so many steps."""
+    name = bundle.manifest.name
+    classify = partial(_classify, client, name)
     if bundle.manifest.task == "generate":
         tokens = 16 if quick else answer_tokens(bundle, ANSWER_TOKENS)
-        calls = {one: partial(_generate, client, name, one, tokens) for one in steps}
-        return [Case(f"{name}, a token of an answer of {tokens}", dict(calls))]
+        return {f"a token of an answer of {tokens}": partial(_generate, client, name, tokens)}
     if isinstance(bundle.manifest.input, ImageInput):
-        return [_case(client, bundle, "an image", {"image": _blank(bundle.manifest.input)})]
+        return {"an image": partial(classify, {"image": _blank(bundle.manifest.input)})}
     codec = TextCodec(bundle)
     if bundle.manifest.task == "tag":  # of one alphabet: the paragraphs are not in it
         count = len(codec.encode_input(tagged, truncate=True).tokens)
-        return [_case(client, bundle, f"a text of {count} tokens", tagged)]
-    cases = []
-    for length in sorted(
-        {min(TEXT_TOKENS, window_of(bundle.manifest)), window_of(bundle.manifest)}
-    ):
+        return {f"a text of {count} tokens": partial(classify, tagged)}
+    window = window_of(bundle.manifest)
+    found: dict[str, Callable[[int], Sample]] = {}
+    for length in sorted({min(TEXT_TOKENS, window), window}):
         text = text_of(codec, length)
         count = len(codec.encode_input(text, truncate=True).tokens)
-        cases.append(_case(client, bundle, f"a text of {count} tokens", text))
-    return cases
+        found[f"a text of {count} tokens"] = partial(classify, text)
+    return found
 
 
 def _tagged_text(bundles: Sequence[Bundle]) -> str:
@@ -123,25 +136,19 @@ def _tagged_text(bundles: Sequence[Bundle]) -> str:
     return ""
 
 
-def _case(client: Client, bundle: Bundle, what: str, given: Any) -> Case:
-    name, steps = bundle.manifest.name, bundle.manifest.steps
-    calls = {one: partial(_classify, client, name, one, given) for one in steps}
-    return Case(f"{name}, {what}", dict(calls))
-
-
 def _blank(shape: ImageInput) -> list[Any]:
     """What is in a picture does not change its time."""
     pixel: Any = 0 if shape.channels == 1 else [0] * shape.channels
     return [[pixel] * shape.width] * shape.height
 
 
-def _classify(client: Client, model: str, steps: int, given: Any) -> Sample:
+def _classify(client: Client, model: str, given: Any, steps: int) -> Sample:
     reply = client.post("/v1/classify", {"model": model, "input": given, "steps": steps})
     budgets = [result["budget"] for result in reply.body["results"]]
     return _sample(reply.body, reply.wall_ms, budgets, steps, 1)
 
 
-def _generate(client: Client, model: str, steps: int, tokens: int) -> Sample:
+def _generate(client: Client, model: str, tokens: int, steps: int) -> Sample:
     asked = {
         "model": model,
         "prompt": PROMPT,
@@ -165,11 +172,11 @@ def _sample(
     )
 
 
-def _rows(case: Case, samples: dict[int, list[Sample]]) -> list[Sequence[Cell]]:
+def _rows(request: str, samples: dict[int, list[Sample]]) -> list[Sequence[Cell]]:
     largest = max(samples)
     return [
         [
-            case.name,
+            request,
             steps,
             median([one.compute_ms for one in column]),
             _compute_ratio(samples, steps, largest),
