@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
-from benchmarks.lab import Cell, Table, Target, median
+from benchmarks.client import Load
+from benchmarks.lab import Cell, Table, Target
 from benchmarks.peers.generation import ALONE, SERVED, Way
 from benchmarks.peers.servers import MOSEC, STEPDIAL, Peer
 from benchmarks.peers.speed import (
@@ -128,10 +130,10 @@ def measures(rungs: int) -> list[Measure]:
     return [
         Measure("requests/s in time", speed(lambda one: one.in_time_per_s or 0.0), True, loaded),
         Measure("32 clients, requests/s", speed(lambda one: one.many.per_s), True, loaded),
-        Measure("32 clients, p50 ms", speed(lambda one: _p50_ms(one, True)), False, loaded),
-        Measure("32 clients, p99 ms", speed(lambda one: _p99_ms(one, True)), False, loaded),
-        Measure("1 client, p50 ms", speed(lambda one: _p50_ms(one, False)), False, alone),
-        Measure("1 client, p99 ms", speed(lambda one: _p99_ms(one, False)), False, alone),
+        Measure("32 clients, p50 ms", speed(lambda it: _p50_ms(it.many)), False, loaded),
+        Measure("32 clients, p99 ms", speed(lambda it: _p99_ms(it.many)), False, loaded),
+        Measure("1 client, p50 ms", speed(lambda it: _p50_ms(it.one)), False, alone),
+        Measure("1 client, p99 ms", speed(lambda it: _p99_ms(it.one)), False, alone),
         Measure("CPU ms a request", speed(lambda one: one.cpu_ms), False, loaded),
         Measure("RSS MB", speed(lambda one: one.rss_mb), False, held),
         Measure("PSS MB", speed(lambda one: one.pss_mb), False, held),
@@ -175,12 +177,12 @@ def _of_ending(found: Found, name: str) -> list[float]:
     return [] if value is None else [float(value)]
 
 
-def _p50_ms(one: Speed, many: bool) -> float:
-    return 1000 * median((one.many if many else one.one).latencies_s)
+def _p50_ms(load: Load) -> float:
+    return 1000 * median(load.latencies_s)
 
 
-def _p99_ms(one: Speed, many: bool) -> float:
-    return 1000 * p99((one.many if many else one.one).latencies_s)
+def _p99_ms(load: Load) -> float:
+    return 1000 * p99(load.latencies_s)
 
 
 def _cpu(found: Found) -> float:
@@ -222,14 +224,14 @@ def speeds(founds: Sequence[Found], objective_ms: float) -> Table:
     rows: list[Sequence[Cell]] = []
     for found in sorted(known, key=in_time, reverse=True):
         rate = in_time(found)
-        one_s = [each for speed in found.speeds for each in speed.one.latencies_s]
-        many_s = [each for speed in found.speeds for each in speed.many.latencies_s]
         rows.append(
             [
                 *(found.peer.name, rate, rate / ours if ours else None),
-                *(1000 * median(one_s), 1000 * p99(one_s)),
+                found.middle(lambda it: _p50_ms(it.one)),
+                found.middle(lambda it: _p99_ms(it.one)),
                 found.middle(lambda it: it.many.per_s),
-                *(1000 * median(many_s), 1000 * p99(many_s)),
+                found.middle(lambda it: _p50_ms(it.many)),
+                found.middle(lambda it: _p99_ms(it.many)),
                 found.middle(lambda it: it.call_rows),
                 found.middle(lambda it: it.cpu_ms),
                 found.middle(lambda it: it.rss_mb),
