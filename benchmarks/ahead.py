@@ -8,9 +8,12 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle
+from statistics import median
 
+from benchmarks.generations import generation
 from benchmarks.lab import (
     Cell,
     Options,
@@ -19,7 +22,6 @@ from benchmarks.lab import (
     Table,
     Target,
     interleave,
-    median,
     median_ratio,
     options,
     parser,
@@ -28,8 +30,8 @@ from benchmarks.lab import (
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
-from serve.engine.writing import Generation, GenerationRequest, Sampling
+from serve.engine.job import Event, GeneratedEvent, Limits, TokenEvent
+from serve.engine.writing import Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
@@ -40,10 +42,8 @@ PROMPT_TOKENS, CHECKED_TOKENS = 24, 40
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--threads", type=int, help="of a call (default: every core)")
-    parsed = made.parse_args(arguments)
-    threads = parsed.threads or usable_cores()  # as a server has, unless it is told otherwise
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    threads = usable_cores()  # as a server has
     return run(NAME, arguments, parsed, partial(measure, options(parsed), threads))
 
 
@@ -68,25 +68,20 @@ class Writer:
                 ends.append(event)
                 over.set()
 
-        window = self.served.manifest.text_input.max_tokens
-        request = GenerationRequest(
-            list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed)
-        )
-        job: Job = Job(
-            LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
-            Generation(request, self.served.codec, deliver),
-            (len(prompt),),
-            min(len(prompt) + tokens, window),
-        )
-        self.engine.submit(job)
+        sampling = Sampling(temperature=temperature, seed=seed)
+        full = self.served.manifest.full_steps
+        self.engine.submit(generation(self.served, full, prompt, tokens, sampling, deliver))
         over.wait()
         (end,) = ends
         assert isinstance(end, GeneratedEvent), end
         return end.text
 
-    def ms_a_token(self, prompts: "Prompts", tokens: int, temperature: float) -> float:
+    def ms_a_token(
+        self, prompts: Iterator[Sequence[int]], tokens: int, temperature: float
+    ) -> float:
+        """Of the answer to the next prompt."""
         begun_s = time.perf_counter()
-        self.write(prompts.next(), tokens, temperature, seed=1)
+        self.write(next(prompts), tokens, temperature, seed=1)
         return (time.perf_counter() - begun_s) * 1000 / tokens
 
     def counted(self, what: str) -> float:
@@ -95,26 +90,16 @@ class Writer:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-class Prompts:
+def prompts_of(writer: Writer, count: int) -> list[list[int]]:
     """Texts that the model itself began, so that they are like what it has seen."""
-
-    def __init__(self, writer: Writer, count: int) -> None:
-        draw = random.Random(0)
-        vocabulary = range(1, writer.served.manifest.text_tokenizer.vocab_size)
-        begun = [[draw.choice(vocabulary)] for _ in range(count)]
-        codec = writer.served.codec
-        self._all = [
-            codec.encode_prompt(writer.write(one, PROMPT_TOKENS, 1.0, seed))
-            for seed, one in enumerate(begun)
-        ]
-        self._at = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._all)
-
-    def next(self) -> list[int]:
-        self._at = (self._at + 1) % len(self._all)
-        return self._all[self._at]
+    draw = random.Random(0)
+    vocabulary = range(1, writer.served.manifest.text_tokenizer.vocab_size)
+    begun = [[draw.choice(vocabulary)] for _ in range(count)]
+    codec = writer.served.codec
+    return [
+        codec.encode_prompt(writer.write(one, PROMPT_TOKENS, 1.0, seed))
+        for seed, one in enumerate(begun)
+    ]
 
 
 def measure(chosen: Options, threads: int, provenance: Provenance) -> Result:
@@ -126,27 +111,17 @@ def measure(chosen: Options, threads: int, provenance: Provenance) -> Result:
         found = _measure(bundle, threads, chosen.quick)
         rows += found[0]
         targets += found[1]
+    columns = (
+        *("model", "temperature", "plain, ms", "ahead, ms"),
+        *("plain / ahead", "accepted", "same answers"),
+    )
     return provenance.result(
         NAME,
         "A row that runs ahead of itself",
         f"One client, {TOKENS} tokens an answer at full steps, {threads} thread(s) a call. "
         "Medians; the ratio is the median of the ratios within each round. Accepted: drafts that "
         "the full steps confirmed.",
-        [
-            Table(
-                "",
-                (
-                    "model",
-                    "temperature",
-                    "plain, ms",
-                    "ahead, ms",
-                    "plain / ahead",
-                    "accepted",
-                    "same answers",
-                ),
-                rows,
-            )
-        ],
+        [Table("", columns, rows)],
         targets,
     )
 
@@ -156,7 +131,7 @@ def _measure(
 ) -> tuple[list[Sequence[Cell]], list[Target]]:
     plain, ahead = Writer(bundle, threads, ahead=False), Writer(bundle, threads, ahead=True)
     count, tokens = (5, 20) if quick else (PROMPTS, TOKENS)
-    prompts = Prompts(plain, count)
+    prompts = prompts_of(plain, count)
     name, precision = bundle.manifest.name, bundle.manifest.precision
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
@@ -167,11 +142,16 @@ def _measure(
             == ahead.write(prompt, CHECKED_TOKENS, temperature, seed)
             for seed, prompt in enumerate(prompts)
         )
-        arms: dict[str, Callable[[], float]] = {
-            "plain": partial(plain.ms_a_token, prompts, tokens, temperature),
-            "ahead": partial(ahead.ms_a_token, prompts, tokens, temperature),
-        }
-        times = interleave(arms, seconds=0, least=1 if quick else 40, most=40)
+        # Each goes through the prompts on its own, so that a round has one prompt.
+        times = interleave(
+            {
+                name: partial(writer.ms_a_token, cycle(prompts), tokens, temperature)
+                for name, writer in (("plain", plain), ("ahead", ahead))
+            },
+            seconds=0,
+            least=1 if quick else 40,
+            most=40,
+        )
         gain = median_ratio(times["plain"], times["ahead"])
         drafted = ahead.counted("drafted") - before[0]
         accepted = (ahead.counted("accepted") - before[1]) / max(1.0, drafted)

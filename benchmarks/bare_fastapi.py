@@ -4,13 +4,12 @@ Both are processes with the same request and response, and take turns: 32 client
 once, then one alone.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from statistics import median
 
 from benchmarks.client import Load, load
 from benchmarks.lab import (
@@ -21,14 +20,13 @@ from benchmarks.lab import (
     Table,
     Target,
     interleave,
-    median,
     median_ratio,
     options,
     parser,
     percentile,
     run,
 )
-from benchmarks.server import Server, started
+from benchmarks.server import Server, process_cpu_s, running_stub, started
 from serve.bundle import Bundle
 
 NAME = "bare_fastapi"
@@ -98,12 +96,10 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
 @contextmanager
 def both(bundle: Bundle) -> Iterator[dict[str, Server]]:
     """The server with a stub, and the bare one."""
-    own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
-    stub = [sys.executable, "-m", "benchmarks.stub_server", str(bundle.folder)]
-    bare = [sys.executable, "-m", "benchmarks.bare_app", *(bundle.manifest.labels or ())]
+    labels = bundle.manifest.labels or ()
     with (
-        started([*stub, "--call-ms", "0", "--row-ms", "0"], own) as ours,
-        started(bare, own) as theirs,
+        running_stub(bundle.folder, 0.0, 0.0) as ours,
+        started("benchmarks.bare_app", *labels) as theirs,
     ):
         yield {"stepdial": ours, "bare": theirs}
 
@@ -113,11 +109,11 @@ def rounds(servers: Mapping[str, Server], clients: int, quick: bool) -> dict[str
     round_s = _QUICK_ROUND_S if quick else _ROUND_S
 
     def one(server: Server) -> Round:
-        before_s = _cpu_s(server.pid)
+        before_s = process_cpu_s(server.pid)
         found = load(server, _PATH, [_BODY], clients, round_s)
         if found.errors or not found.answers:
             raise SystemExit(f"{found.errors} of {found.answers} requests failed")
-        return Round(found, _cpu_s(server.pid) - before_s)
+        return Round(found, process_cpu_s(server.pid) - before_s)
 
     calls = {name: partial(one, server) for name, server in servers.items()}
     return interleave(calls, 0 if quick else _SECONDS, 2 if quick else _LEAST)
@@ -125,12 +121,6 @@ def rounds(servers: Mapping[str, Server], clients: int, quick: bool) -> dict[str
 
 def _median_ms(found: Round) -> float:
     return 1000 * median(found.load.latencies_s)
-
-
-def _cpu_s(pid: int) -> float:
-    """The processor time that a process has taken so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _row(name: str, clients: int, found: Sequence[Round]) -> list[Cell]:

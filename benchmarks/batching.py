@@ -7,14 +7,13 @@ the server and the clients.
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -27,12 +26,12 @@ from benchmarks.lab import (
     Result,
     Table,
     Target,
-    median,
     options,
     parser,
+    percentile,
     run,
 )
-from benchmarks.server import Server, running_server, started
+from benchmarks.server import running_server, running_stub
 from benchmarks.texts import text_of
 from serve.bundle import Bundle
 from serve.inputs.text import TextCodec
@@ -56,7 +55,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     targets = []
     ideal = BATCH / (CALL_MS + BATCH * ROW_MS) * 1000
     zoo = chosen.read("classify")
-    with _stub(zoo[0].folder) as server:
+    with running_stub(zoo[0].folder, CALL_MS, ROW_MS) as server:
         body = _body(zoo[0], text_of(TextCodec(zoo[0]), 12), zoo[0].manifest.full_steps)
         found = [load(server, "/v1/classify", [body], CLIENTS, seconds) for _ in range(rounds)]
     share = _row(rows, f"stub, {CALL_MS:g} ms + {ROW_MS:g} ms a row", [ideal] * rounds, found)
@@ -95,7 +94,9 @@ def _both(bundle: Bundle, text: str, seconds: float, rounds: int) -> tuple[list[
     codec = TextCodec(bundle)
     steps = bundle.manifest.full_steps
     tokens = np.array(codec.encode_input(text, truncate=True).tokens, np.int64)
-    classifier = open_model(bundle, None).classifier(steps)
+    model = open_model(bundle)
+    model.warm_up()  # as the server does, which finds how many threads are best here
+    classifier = model.classifier(steps)
     calls = {rows: partial(classifier.run, np.tile(tokens, (rows, 1))) for rows in _BATCHES}
     best = min(calls, key=lambda rows: _call_s(calls[rows], 0.3) / rows)
     ideal, found = [], []
@@ -119,8 +120,8 @@ def _call_s(call: Callable[[], object], seconds: float) -> float:
 
 def _row(rows: list[Sequence[Cell]], what: str, ideal: list[float], found: list[Load]) -> float:
     share = median([one.per_s / bare for one, bare in zip(found, ideal, strict=True)])
-    latencies_ms = sorted(1000 * latency for one in found for latency in one.latencies_s)
-    p50, p99 = (latencies_ms[int(len(latencies_ms) * part)] for part in (0.5, 0.99))
+    latencies_ms = [1000 * latency for one in found for latency in one.latencies_s]
+    p50, p99 = (percentile(latencies_ms, share) for share in (0.5, 0.99))
     errors = sum(one.errors for one in found)
     per_s = median([one.per_s for one in found])
     rows.append([what, median(ideal), per_s, share, p50, p99, errors])
@@ -129,14 +130,6 @@ def _row(rows: list[Sequence[Cell]], what: str, ideal: list[float], found: list[
 
 def _body(bundle: Bundle, text: str, steps: int) -> bytes:
     return json.dumps({"model": bundle.manifest.name, "input": text, "steps": steps}).encode()
-
-
-@contextmanager
-def _stub(folder: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "benchmarks.stub_server", str(folder)]
-    command += ["--call-ms", str(CALL_MS), "--row-ms", str(ROW_MS)]
-    with started(command, dict(os.environ)) as server:
-        yield server
 
 
 if __name__ == "__main__":

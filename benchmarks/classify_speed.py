@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import onnx
@@ -28,7 +29,6 @@ from benchmarks.lab import (
     Target,
     clocked,
     interleave,
-    median,
     median_ratio,
     parser,
     run,

@@ -522,6 +522,14 @@ class _OpenLoop:
         return connection
 
 
+def burst(server: Server, path: str, bodies: Sequence[dict[str, Any]]) -> float:
+    """Answers a second where all are asked for at once."""
+    shots = [Shot(0.0, body) for body in bodies]
+    begun_s = time.perf_counter()
+    fire(server, path, shots, patience_s=60.0)
+    return sum(shot.status == 200 for shot in shots) / (time.perf_counter() - begun_s)
+
+
 def fire(
     server: Server, path: str, shots: Sequence[Shot], patience_s: float, connections: int = 64
 ) -> None:

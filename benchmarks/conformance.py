@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tokenizers import Tokenizer
 
 from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
@@ -546,8 +546,7 @@ def _outcome(
     *flags: str,
     key: str | None = None,
 ) -> Outcome:
-    url = f"http://{server.host}:{server.port}"
-    report = run_schemathesis(document, url, config, examples, "--workers", WORKERS, *flags)
+    report = run_schemathesis(document, server.url, config, examples, "--workers", WORKERS, *flags)
     counts: Counter[str] = Counter()
     for status, count in _COUNTED.findall(_read(server, "/metrics", key)):
         counts[status] += int(float(count))
@@ -561,12 +560,8 @@ def document_of(server: Server, key: str | None = None) -> Description:
 
 
 def _read(server: Server, path: str, key: str | None) -> str:
-    asked = urllib.request.Request(f"http://{server.host}:{server.port}{path}")
-    if key is not None:
-        asked.add_header("x-api-key", key)
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        text: str = answer.read().decode()
-    return text
+    headers = {} if key is None else {"x-api-key": key}
+    return httpx.get(server.url + path, headers=headers, timeout=30).raise_for_status().text
 
 
 def _rates(outcome: Outcome) -> dict[str, list[Mapping[str, int]]]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import onnxruntime as ort
@@ -25,7 +26,6 @@ from benchmarks.lab import (
     Result,
     Table,
     interleave,
-    median,
     median_ratio,
     parser,
     run,
@@ -54,24 +54,17 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FOLDER",
         help="the encoder that the bundles were converted from, as the Hub has it",
     )
-    made.add_argument("--threads", type=int, help="threads of every way (default: all cores)")
     parsed = made.parse_args(arguments)
     if parsed.original is None or not parsed.bundles:
         print("name the bundles with --bundles and what they were with --original", file=sys.stderr)
         return NOTHING_TO_MEASURE
-    threads = parsed.threads or usable_cores()
     bundles = [read_bundle(folder) for folder in parsed.bundles]
-    measured = partial(measure, bundles, parsed.original, threads, parsed.quick)
+    measured = partial(measure, bundles, parsed.original, parsed.quick)
     return run(NAME, arguments, parsed, measured)
 
 
-def measure(
-    bundles: Sequence[Bundle],
-    source: Path,
-    threads: int,
-    quick: bool,
-    provenance: Provenance,
-) -> Result:
+def measure(bundles: Sequence[Bundle], source: Path, quick: bool, provenance: Provenance) -> Result:
+    threads = usable_cores()
     torch.set_num_threads(threads)
     original = read_original(source)
     texts = some_texts(BATCH if quick else TEXTS)

@@ -10,14 +10,24 @@ and one that takes every request in turn at full steps.
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.client import Shot, arrivals, fire
-from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
+from benchmarks.client import Shot, arrivals, burst, fire
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    percentile,
+    run,
+)
 from benchmarks.server import Server, running_server
 from benchmarks.texts import LabelledText, labelled_texts
 from serve.bundle import Bundle
@@ -25,6 +35,7 @@ from serve.bundle import Bundle
 NAME = "deadlines"
 PATH = "/v1/classify"
 LOADS = (2, 4)
+DEADLINE_S, SECONDS = 0.25, 30.0
 ATTAINED = {2: 0.95, 4: 0.90}
 NAIVE = ("--queue-limit", "1000000", "--queue-wait-s", "86400", "--no-degrade")
 _COLUMNS = (
@@ -47,7 +58,6 @@ class Outcome:
     """What came of one run."""
 
     shots: list[Shot]
-    given_s: float
     labels: dict[int, str | None] = field(default_factory=dict)
 
     @property
@@ -60,7 +70,7 @@ class Outcome:
 
     @property
     def in_time(self) -> float:
-        return sum(shot.latency_s <= self.given_s for shot in self.answered) / len(self.shots)
+        return sum(shot.latency_s <= DEADLINE_S for shot in self.answered) / len(self.shots)
 
     @property
     def admitted_in_time(self) -> float:
@@ -69,8 +79,8 @@ class Outcome:
 
     @property
     def refusal_p99_ms(self) -> float | None:
-        times = sorted(1000 * shot.latency_s for shot in self.refused)
-        return _quantile(times, 0.99) if times else None
+        times = [1000 * shot.latency_s for shot in self.refused]
+        return percentile(times, 0.99) if times else None
 
     @property
     def steps(self) -> float | None:
@@ -83,7 +93,7 @@ class Outcome:
         found = [
             shot.read["results"][0]["label"] == self.labels[id(shot)]
             for shot in self.answered
-            if shot.latency_s <= self.given_s and self.labels[id(shot)] is not None
+            if shot.latency_s <= DEADLINE_S and self.labels[id(shot)] is not None
         ]
         return statistics.fmean(found) if found else None
 
@@ -91,27 +101,18 @@ class Outcome:
 def main(arguments: Sequence[str]) -> int:
     read = parser(__doc__.partition("\n")[0])
     read.add_argument("--data", metavar="FOLDER", help="test set of the bundle, for its labels")
-    read.add_argument("--deadline-ms", type=float, default=250.0)
-    read.add_argument("--seconds", type=float, default=30.0, help="of requests in each run")
     parsed = read.parse_args(arguments)
     if not parsed.bundles:
         parsed.bundles = [one for one in options(parsed).bundles if one.name == "topics"]
-    return run(
-        NAME,
-        arguments,
-        parsed,
-        partial(measure, options(parsed), parsed.data, parsed.deadline_ms / 1000, parsed.seconds),
-    )
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), parsed.data))
 
 
-def measure(
-    chosen: Options, data: str | None, given_s: float, seconds: float, provenance: Provenance
-) -> Result:
+def measure(chosen: Options, data: str | None, provenance: Provenance) -> Result:
     bundle = chosen.read("classify")[0]
     texts = labelled_texts(bundle, data)
-    seconds = 2.0 if chosen.quick else seconds
+    seconds = 2.0 if chosen.quick else SECONDS
     full = {"steps": bundle.manifest.full_steps}
-    deadline = {"deadline_ms": given_s * 1000}
+    deadline = {"deadline_ms": 1000 * DEADLINE_S}
     arms = (
         Arm("Stepdial", deadline),
         Arm("full steps, same admission", full | deadline),
@@ -125,14 +126,14 @@ def measure(
             measured = _capacity(server, bundle, texts, 1.0 if chosen.quick else 8.0)
             rate = rate or measured  # the same for all
             for load in LOADS:
-                outcome = _run(server, bundle, texts, arm, load * rate, seconds, given_s)
+                outcome = _run(server, bundle, texts, arm, load * rate, seconds)
                 rows.append(_row(arm, load, outcome))
                 if arm is arms[0]:
                     targets += _targets(load, outcome)
     caption = (
-        f"Deadline {given_s * 1000:g} ms, counted from when a request was due; {rate:.0f} requests "
-        f"a second are what the server sustains at {bundle.manifest.full_steps} steps. `in time`: "
-        "of all requests; `steps`: the mean; `right`: of the answers in time."
+        f"Deadline {1000 * DEADLINE_S:g} ms, counted from when a request was due; {rate:.0f} "
+        f"requests a second are what the server sustains at {bundle.manifest.full_steps} steps. "
+        "`in time`: of all requests; `steps`: the mean; `right`: of the answers in time."
     )
     return provenance.result(
         NAME,
@@ -151,16 +152,15 @@ def _run(
     arm: Arm,
     rate: float,
     seconds: float,
-    given_s: float,
 ) -> Outcome:
     chance = random.Random(7)
-    outcome = Outcome([], given_s)
+    outcome = Outcome([])
     for due_s in arrivals(rate, seconds, chance):
         one = chance.choice(texts)
         shot = Shot(due_s, {"model": bundle.manifest.name, "input": one.text} | arm.fields)
         outcome.shots.append(shot)
         outcome.labels[id(shot)] = one.label
-    fire(server, PATH, outcome.shots, patience_s=4 * given_s)
+    fire(server, PATH, outcome.shots, patience_s=4 * DEADLINE_S)
     return outcome
 
 
@@ -168,27 +168,25 @@ def _capacity(
     server: Server, bundle: Bundle, texts: Sequence[LabelledText], seconds: float
 ) -> float:
     """Answers a second at full steps, with always more to do."""
-    body = {"model": bundle.manifest.name, "steps": bundle.manifest.full_steps}
+    fields = {"model": bundle.manifest.name, "steps": bundle.manifest.full_steps}
     chance = random.Random(3)
 
-    def burst(count: int) -> float:
-        shots = [Shot(0.0, body | {"input": chance.choice(texts).text}) for _ in range(count)]
-        begun_s = time.perf_counter()
-        fire(server, PATH, shots, patience_s=60.0)
-        return sum(shot.status == 200 for shot in shots) / (time.perf_counter() - begun_s)
+    def at_once(count: int) -> float:
+        bodies = [fields | {"input": chance.choice(texts).text} for _ in range(count)]
+        return burst(server, PATH, bodies)
 
-    rate = burst(32)
-    return burst(min(240, max(48, round(rate * seconds))))
+    rate = at_once(32)
+    return at_once(min(240, max(48, round(rate * seconds))))
 
 
 def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
-    times = sorted(1000 * shot.latency_s for shot in outcome.answered)
+    times = [1000 * shot.latency_s for shot in outcome.answered]
     return [
         *(arm.name, f"{load} x", len(outcome.shots), _percent(outcome.in_time)),
         _percent(len(outcome.refused) / len(outcome.shots)),
         _percent(outcome.admitted_in_time, 2),
-        _quantile(times, 0.5) if times else None,
-        _quantile(times, 0.99) if times else None,
+        percentile(times, 0.5) if times else None,
+        percentile(times, 0.99) if times else None,
         *(outcome.refusal_p99_ms, outcome.steps),
         None if outcome.right is None else _percent(outcome.right),
     ]
@@ -207,10 +205,6 @@ def _targets(load: int, outcome: Outcome) -> list[Target]:
 
 def _percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 if __name__ == "__main__":

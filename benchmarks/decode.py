@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 import numpy as np
@@ -31,7 +32,6 @@ from benchmarks.lab import (
     Times,
     clocked,
     interleave,
-    median,
     median_ratio,
     parser,
     run,

@@ -59,11 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     parsed = read.parse_args(arguments)
     paths = dict(pair.split("=", 1) for pair in parsed.data)
     parsed.bundles = parsed.bundles or [ZOO / name for name in paths]
-    name = "_".join([NAME, *paths]) if len(paths) == 1 else NAME
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), paths, name))
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), paths))
 
 
-def measure(chosen: Options, paths: dict[str, str], kept: str, provenance: Provenance) -> Result:
+def measure(chosen: Options, paths: dict[str, str], provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
     for bundle in chosen.read():
@@ -90,7 +89,7 @@ def measure(chosen: Options, paths: dict[str, str], kept: str, provenance: Prove
                 targets.append(Target(f"{name}: evaluations saved", saved, ">=", SAVED, "times"))
     columns = ("model", "allowed", "differ from full", "evaluations", "times fewer", "accuracy")
     return provenance.result(
-        kept,
+        NAME,
         "Early answers",
         "Each row stops at the first evaluation where its answer is ahead by the certified "
         "threshold; all rows of the official test set, of which calibration saw none.",

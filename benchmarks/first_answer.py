@@ -29,7 +29,7 @@ from benchmarks.lab import (
     parser,
     run,
 )
-from benchmarks.server import free_ports
+from benchmarks.server import environment_without, free_ports
 from benchmarks.texts import PROMPT
 
 NAME = "first_answer"
@@ -150,7 +150,7 @@ def _group_lives(group: int) -> bool:
 def _environment(cache: bool) -> dict[str, str]:
     """That of a new shell: nothing of this virtual environment, of make, or of our settings."""
     left_out = ("STEPDIAL_", "MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHON")
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(left_out)}
+    kept = environment_without(*left_out)
     if "VIRTUAL_ENV" in os.environ:
         own = os.path.join(os.environ["VIRTUAL_ENV"], "bin")
         parts = kept.get("PATH", os.defpath).split(os.pathsep)

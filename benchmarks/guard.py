@@ -10,35 +10,29 @@ rounds, above 1 where this checkout is better.
 
 import itertools
 import json
-import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 
-import httpx
-
-from benchmarks.client import Shot, arrivals, fire, load
+from benchmarks.client import Shot, arrivals, burst, fire, load
 from benchmarks.lab import (
-    ROOT,
     Cell,
     Options,
     Provenance,
     Result,
     Table,
     interleave,
-    median,
     median_ratio,
     options,
     parser,
     run,
 )
-from benchmarks.server import Server, free_ports, process_memory
+from benchmarks.server import Server, started
 from benchmarks.texts import PARAGRAPHS, PROMPT
 from serve.bundle import Bundle
 from serve.errors import ServeError
@@ -47,7 +41,7 @@ from serve.inputs.text import TextCodec
 NAME = "guard"
 CLIENTS, ROWS, TOKENS = 32, 16, 64
 OVERLOAD, DEADLINE_S = 4, 0.25
-_ROUND_S, _OVERLOAD_S, _ROUNDS, _START_S = 2.0, 8.0, 5, 60.0
+_ROUND_S, _OVERLOAD_S, _ROUNDS = 2.0, 8.0, 5
 _NOW, _BEFORE = "now", "before"
 
 
@@ -61,7 +55,9 @@ def main(arguments: Sequence[str]) -> int:
 def measure(chosen: Options, before: Path, provenance: Provenance) -> Result:
     bundles = chosen.read()
     rows: list[Sequence[Cell]] = []
-    with _serving(ROOT, bundles) as now, _serving(before, bundles) as older:
+    folders = [str(one.folder.resolve()) for one in bundles]
+    serve = partial(started, "serve", *folders, "--port", "0")
+    with serve() as now, serve(cwd=before, variables={"PYTHONPATH": str(before)}) as older:
         servers = {_NOW: now, _BEFORE: older}
         rows += _memory("memory idle, MB", servers)
         for bundle in bundles:
@@ -101,7 +97,7 @@ def _row(what: str, lower: bool, found: dict[str, list[float]]) -> list[Cell]:
 
 
 def _memory(what: str, servers: dict[str, Server]) -> list[Sequence[Cell]]:
-    found = {name: [process_memory(server.pid).pss / 1e6] for name, server in servers.items()}
+    found = {name: [server.memory().pss / 1e6] for name, server in servers.items()}
     return [_row(what, True, found)]
 
 
@@ -118,11 +114,10 @@ def _samples(
             yield f"answers a second, {CLIENTS} clients, {steps} steps", False, many
             alone = partial(_alone_ms, "/v1/classify", asked, seconds)
             yield f"ms of an answer, one client, {steps} steps", True, alone
-        yield (
-            f"in time at {OVERLOAD} times the load, deadline {1000 * DEADLINE_S:.0f} ms, %",
-            False,
-            partial(_in_time, name, OVERLOAD * _sustained_per_s(older, name, full), over_s),
-        )
+        sustained = {"model": name, "input": PARAGRAPHS[0], "steps": full}
+        rate = OVERLOAD * burst(older, "/v1/classify", [sustained] * 128)
+        what = f"in time at {OVERLOAD} times the load, deadline {1000 * DEADLINE_S:.0f} ms, %"
+        yield what, False, partial(_in_time, name, rate, over_s)
         return
     prompt = _known(bundle)
     tokens = min(16 if quick else TOKENS, bundle.manifest.text_input.max_tokens - len(prompt))
@@ -163,7 +158,7 @@ def _per_s(
 def _alone_ms(
     path: str, asked: Sequence[dict[str, object]], seconds: float, server: Server
 ) -> float:
-    return 1000 * statistics.median(load(server, path, _bodies(asked), 1, seconds).latencies_s)
+    return 1000 * median(load(server, path, _bodies(asked), 1, seconds).latencies_s)
 
 
 def _tokens_per_s(asked: Sequence[dict[str, object]], tokens: int, server: Server) -> float:
@@ -179,14 +174,6 @@ def _tokens_per_s(asked: Sequence[dict[str, object]], tokens: int, server: Serve
     return sum(written) / taken_s
 
 
-def _sustained_per_s(server: Server, name: str, full: int) -> float:
-    body = {"model": name, "input": PARAGRAPHS[0], "steps": full}
-    burst = [Shot(0.0, body) for _ in range(128)]
-    begun_s = time.perf_counter()
-    fire(server, "/v1/classify", burst, patience_s=60.0)
-    return len(burst) / (time.perf_counter() - begun_s)
-
-
 def _in_time(name: str, rate: float, seconds: float, server: Server) -> float:
     """The share of requests that come by chance."""
     chance = random.Random(7)
@@ -198,39 +185,6 @@ def _in_time(name: str, rate: float, seconds: float, server: Server) -> float:
     fire(server, "/v1/classify", shots, patience_s=4 * DEADLINE_S)
     good = sum(shot.status == 200 and shot.latency_s <= DEADLINE_S for shot in shots)
     return 100 * good / len(shots)
-
-
-@contextmanager
-def _serving(checkout: Path, bundles: Sequence[Bundle]) -> Iterator[Server]:
-    """A server of that checkout with default settings, once it is ready; ended afterwards."""
-    (port,) = free_ports(1)
-    own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
-    command = [sys.executable, "-P", "-m", "serve", *(str(one.folder.resolve()) for one in bundles)]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)],
-        cwd=checkout,
-        env=own | {"PYTHONPATH": str(checkout)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_until_ready(port, process)
-        yield Server(process.pid, "127.0.0.1", port, Path(os.devnull))
-    finally:
-        process.terminate()
-        process.wait(45)
-
-
-def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
-    end_s = time.monotonic() + _START_S
-    while time.monotonic() < end_s and process.poll() is None:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit(f"no server at port {port}: it ended with status {process.poll()}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Each kind is killed as often as is asked for, and goes on alone afterwards.
 """
 
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -41,13 +42,12 @@ from benchmarks.lab import (
     run,
 )
 from benchmarks.server import READY_LINE, Server, free_ports, running_server
-from benchmarks.swaps import write_version
+from benchmarks.swaps import Admin, swap, write_version
 from benchmarks.texts import PARAGRAPHS, PROMPT
 from export.run import ExportRequest, export_run
 from export.trace import trace
 from export.verify import samples_of
 from serve.bundle import MANIFEST_FILE, Bundle
-from serve.keys import NewKey
 from train.checkpoint import MODEL, STATE, RunError, load_run
 from train.data import open_dataset
 from train.loop import train
@@ -213,8 +213,7 @@ def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) 
     found, draw, begun_s = Found("server"), random.Random(seed), time.perf_counter()
     classifier, generator = models
     own = Models(classifier, generator, write_version(generator, folder / "other", seed=1))
-    key = NewKey.draw("benchmark")
-    (folder / "keys.toml").write_text(key.block, encoding="utf-8")
+    admin = Admin.of([own.generator, own.other], folder)
     known = Known()
     for version in (own.generator, own.other):
         with running_server([own.classifier.folder, version.folder]) as server:
@@ -223,10 +222,10 @@ def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) 
     temporary.mkdir()
     (port,) = free_ports(1)
     while found.kills < kills:
-        with _server(own, folder, port) as server:
+        with _server(own, admin, folder, port) as server:
             found.expect(_ready(server), "it does not start again")
-            _kill(server, own, known, key.secret, draw, found)
-    with _server(own, folder, port) as server:
+            _kill(server, own, known, admin, draw, found)
+    with _server(own, admin, folder, port) as server:
         found.expect(_ready(server), "it does not start again")
     left = [*temporary.iterdir(), *folder.glob(".*"), *own.other.folder.glob(".*")]
     found.expect(not left, f"files were left behind: {left}")
@@ -235,21 +234,19 @@ def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) 
 
 
 @contextmanager
-def _server(own: Models, folder: Path, port: int) -> Iterator[Server]:
-    allowed = ",".join(str(one.folder.resolve()) for one in (own.generator, own.other))
-    flags = ("--admin-keys-file", str(folder / "keys.toml"), "--admin-folders", allowed)
+def _server(own: Models, admin: Admin, folder: Path, port: int) -> Iterator[Server]:
     bundles = [own.classifier.folder, own.generator.folder]
-    options = ("--threads", "1", "--port", str(port))
-    with running_server(bundles, *flags, *options, TMPDIR=str(folder / "tmp")) as server:
+    flags = (*admin.flags, "--threads", "1", "--port", str(port))
+    with running_server(bundles, *flags, TMPDIR=str(folder / "tmp")) as server:
         yield server
 
 
 def _kill(
-    server: Server, own: Models, known: Known, secret: str, draw: random.Random, found: Found
+    server: Server, own: Models, known: Known, admin: Admin, draw: random.Random, found: Found
 ) -> None:
     callers = [Caller(own, known, draw.getrandbits(32)) for _ in range(_CLIENTS)]
     swapping = draw.random() < _SWAPPED_SHARE
-    swapper = threading.Thread(target=_swap_on, args=(server, own, secret), daemon=True)
+    swapper = threading.Thread(target=_swap_on, args=(server, own, admin), daemon=True)
     with Crowd(server, [one.ask for one in callers], until_error=True) as crowd:
         if swapping:
             swapper.start()
@@ -266,17 +263,11 @@ def _kill(
     found.expect("ERROR" not in log, f"it had complained before: {log[-300:]}")
 
 
-def _swap_on(server: Server, own: Models, secret: str) -> None:
+def _swap_on(server: Server, own: Models, admin: Admin) -> None:
     """Swap the versions until the server is gone."""
-    headers = {"authorization": f"Bearer {secret}"}
-    url = f"http://{server.host}:{server.port}"
-    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
-        while True:
-            for version in (own.other, own.generator):
-                try:
-                    client.post("/admin/models", json={"bundle": str(version.folder.resolve())})
-                except httpx.HTTPError:
-                    return
+    with admin.client(server) as client, suppress(httpx.HTTPError):
+        for version in itertools.cycle((own.other, own.generator)):
+            swap(client, version)
 
 
 def _learn(server: Server, own: Models, known: Known) -> None:

@@ -7,6 +7,7 @@ A result names the command, the commit, the date and the machine, and no host, u
 import argparse
 import fcntl
 import json
+import math
 import os
 import platform
 import random
@@ -505,14 +506,9 @@ def interleave(
     return kept
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle value."""
-    return statistics.median(values)
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """The least value that this share of all is at most."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:

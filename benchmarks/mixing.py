@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import onnx
@@ -24,6 +25,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import reference
+from benchmarks.generations import generation
 from benchmarks.lab import (
     Cell,
     Provenance,
@@ -32,7 +34,6 @@ from benchmarks.lab import (
     Target,
     awake,
     interleave,
-    median,
     median_ratio,
     parser,
     run,
@@ -40,8 +41,8 @@ from benchmarks.lab import (
 from serve.bundle import Bundle, Precision
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, FailedEvent, Job, LaneKey, Limits, TokenEvent
-from serve.engine.writing import Generation, GenerationRequest, Sampling
+from serve.engine.job import Event, FailedEvent, Job, Limits, TokenEvent
+from serve.engine.writing import Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout, RowCaches
@@ -100,10 +101,6 @@ class ClosedLoop:
 
     def _ask(self, client: int) -> None:
         steps = self._clients[client]
-        window = self._served.manifest.text_input.max_tokens
-        request = GenerationRequest(
-            self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True
-        )
 
         def deliver(event: Event) -> None:
             if isinstance(event, TokenEvent):
@@ -113,15 +110,11 @@ class ClosedLoop:
                 assert not isinstance(event, FailedEvent), event
                 self._ask(client)
 
-        positions = min(len(self._prompt) + self._tokens, window)
-        job: Job = Job(
-            LaneKey(self._served.name, "generate", steps),
-            Generation(request, self._served.codec, deliver),
-            (len(self._prompt),),
-            positions,
+        greedy = Sampling(temperature=0.0)
+        self._jobs[client] = generation(
+            self._served, steps, self._prompt, self._tokens, greedy, deliver, stream=True
         )
-        self._jobs[client] = job
-        self._engine.submit(job)
+        self._engine.submit(self._jobs[client])
 
 
 # A rung as one graph with caches: what a server runs that has a graph and a batch per step count.
@@ -275,11 +268,8 @@ Rates = dict[int, float]  # tokens a second, by steps
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--threads", type=int, help="of a call (default: every core)")
-    parsed = made.parse_args(arguments)
-    threads = parsed.threads or usable_cores()
-    return run(NAME, arguments, parsed, partial(measure, parsed.quick, threads))
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, parsed.quick, usable_cores()))
 
 
 def measure(quick: bool, threads: int, provenance: Provenance) -> Result:

@@ -86,9 +86,8 @@ def measure(
 ) -> Result:
     bundle = chosen.read("classify")[0]
     with running_server([bundle.folder]) as server:
-        url = f"http://{server.host}:{server.port}"
         outcomes = {
-            variant.title: conform(variant, description, bundle.manifest, url, examples)
+            variant.title: conform(variant, description, bundle.manifest, server.url, examples)
             for variant in VARIANTS
         }
     rows: list[Sequence[Cell]] = [

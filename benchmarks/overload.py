@@ -15,13 +15,12 @@ import itertools
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.client import Shot, fire
+from benchmarks.client import Shot, arrivals, burst, fire
 from benchmarks.lab import (
     Cell,
     Options,
@@ -41,6 +40,8 @@ from serve.bundle import Bundle
 NAME = "overload"
 PATH = "/v1/classify"
 LOADS = (2, 4)
+TEXTS = 8  # of a request
+SECONDS, ROUNDS = 10.0, 5
 DEADLINE = 10  # times an answer alone at full steps
 WANTED = 1.5  # times as much right as the better plain model
 _COLUMNS = (
@@ -113,28 +114,12 @@ Outcomes = dict[tuple[Arm, int], Outcome]
 
 
 def main(arguments: Sequence[str]) -> int:
-    read = parser(__doc__.partition("\n")[0])
-    read.add_argument("--deadline-ms", type=float, help="default: ten times an answer alone")
-    read.add_argument("--texts", type=int, default=8, help="of a request (default 8)")
-    read.add_argument("--seconds", type=float, default=10.0, help="of requests in each run")
-    read.add_argument("--rounds", type=int, default=5)
-    parsed = read.parse_args(arguments)
-    if parsed.quick:
-        parsed.seconds, parsed.rounds = 1.0, 1
-    given_s = None if parsed.deadline_ms is None else parsed.deadline_ms / 1000
-    asked = Asked(given_s, parsed.texts, parsed.seconds, parsed.rounds)
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), asked))
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed)))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    deadline_s: float | None
-    texts: int
-    seconds: float
-    rounds: int
-
-
-def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
+def measure(chosen: Options, provenance: Provenance) -> Result:
+    seconds, rounds = (1.0, 1) if chosen.quick else (SECONDS, ROUNDS)
     dial, *plain = chosen.read("tag")
     if not plain:
         raise SystemExit("name a tagger with a dial, then plain models, with --bundles")
@@ -147,29 +132,28 @@ def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
         *(Arm(bundle.manifest.name, bundle, {}) for bundle in plain),
     ]
     with running_server([bundle.folder for bundle in (dial, *plain)]) as server:
-        alone_s = {arm: _alone_s(server, arm, texts, asked.texts) for arm in arms}
-        deadline_s = asked.deadline_s or DEADLINE * alone_s[arms[1]]
-        if deadline_s > asked.seconds / 8 and not chosen.quick:
+        alone_s = {arm: _alone_s(server, arm, texts) for arm in arms}
+        deadline_s = DEADLINE * alone_s[arms[1]]
+        if deadline_s > seconds / 8 and not chosen.quick:
             raise SystemExit(
-                f"rounds of {asked.seconds:g} s are too short: --seconds above "
-                f"{8 * deadline_s:.0f}, so that a queue comes about"
+                f"a request alone takes {alone_s[arms[1]]:.1f} s: rounds of {seconds:g} s are too "
+                "short for a queue"
             )
-        rate = _capacity(server, arms[1], texts, asked.texts, asked.seconds)
-        outcomes = _rounds(server, arms, rate, deadline_s, texts, asked)
+        rate = _capacity(server, arms[1], texts, seconds)
+        outcomes = _rounds(server, arms, rate, deadline_s, texts, seconds, rounds)
     rows = [_row(arm, load, outcomes[arm, load], alone_s[arm]) for load in LOADS for arm in arms]
     caption = (
-        f"{asked.texts} texts a request. {rate:.1f} requests a second are what the server sustains "
+        f"{TEXTS} texts a request. {rate:.1f} requests a second are what the server sustains "
         f"at {full['steps']} steps; the loads are 2 and 4 times that, the same for all. Deadline "
-        f"{1000 * deadline_s:.0f} ms from when a request was due, "
-        f"{deadline_s / alone_s[arms[1]]:.0f} times what one alone takes at {full['steps']} steps. "
-        "`alone`: a request on an idle server. `in time`: of all requests. `right`: of those in "
-        "time; a text is right where all of its positions are."
+        f"{1000 * deadline_s:.0f} ms from when a request was due, {DEADLINE} times what one alone "
+        f"takes at {full['steps']} steps. `alone`: a request on an idle server. `in time`: of all "
+        "requests. `right`: of those in time; a text is right where all of its positions are."
     )
     beside, targets = _ratios(outcomes, arms[0], arms[2:])
     return provenance.result(
         NAME if dial.manifest.name == "logic" else f"{NAME}_{dial.manifest.name}",
         f"What an overloaded server gets right in time: {dial.manifest.name}",
-        f"{len(texts):,} texts of the test set. {asked.rounds} rounds of {asked.seconds:g} s for "
+        f"{len(texts):,} texts of the test set. {rounds} rounds of {seconds:g} s for "
         "each model and load, in an order that changes. All models are in one server.",
         [Table(caption, _COLUMNS, rows), beside],
         targets,
@@ -182,16 +166,17 @@ def _rounds(
     rate: float,
     deadline_s: float,
     texts: Sequence[TaggedText],
-    asked: Asked,
+    seconds: float,
+    rounds: int,
 ) -> Outcomes:
     outcomes: Outcomes = {(arm, load): Outcome() for load in LOADS for arm in arms}
     order = random.Random(5)
-    for round_, load in itertools.product(range(asked.rounds), LOADS):
+    for round_, load in itertools.product(range(rounds), LOADS):
         for arm in order.sample(arms, len(arms)):
             chance = random.Random(100 * round_ + load)  # the same requests for all
-            shots = _requests(arm, load * rate, deadline_s, texts, asked, chance)
+            shots = _requests(arm, load * rate, deadline_s, texts, seconds, chance)
             fire(server, PATH, [shot for shot, _ in shots], patience_s=4 * deadline_s)
-            outcomes[arm, load].add(shots, deadline_s, asked.seconds)
+            outcomes[arm, load].add(shots, deadline_s, seconds)
     return outcomes
 
 
@@ -200,13 +185,12 @@ def _requests(
     rate: float,
     deadline_s: float,
     texts: Sequence[TaggedText],
-    asked: Asked,
+    seconds: float,
     chance: random.Random,
 ) -> list[tuple[Shot, list[TaggedText]]]:
     shots: list[tuple[Shot, list[TaggedText]]] = []
-    due_s = 0.0
-    while (due_s := due_s + chance.expovariate(rate)) < asked.seconds:
-        given = chance.choices(texts, k=asked.texts)
+    for due_s in arrivals(rate, seconds, chance):
+        given = chance.choices(texts, k=TEXTS)
         body = _body(arm, given) | {"deadline_ms": 1000 * deadline_s}
         shots.append((Shot(due_s, body), given))
     return shots
@@ -216,29 +200,25 @@ def _body(arm: Arm, texts: Sequence[TaggedText]) -> dict[str, Any]:
     return {"model": arm.bundle.manifest.name, "input": [one.text for one in texts]} | arm.fields
 
 
-def _alone_s(server: Server, arm: Arm, texts: Sequence[TaggedText], count: int) -> float:
+def _alone_s(server: Server, arm: Arm, texts: Sequence[TaggedText]) -> float:
     """The median of a request that comes alone."""
     chance = random.Random(2)
-    shots = [Shot(0.0, _body(arm, chance.choices(texts, k=count))) for _ in range(15)]
+    shots = [Shot(0.0, _body(arm, chance.choices(texts, k=TEXTS))) for _ in range(15)]
     for shot in shots:
         fire(server, PATH, [shot], patience_s=60.0)
     return statistics.median(shot.latency_s for shot in shots)
 
 
-def _capacity(
-    server: Server, arm: Arm, texts: Sequence[TaggedText], count: int, seconds: float
-) -> float:
+def _capacity(server: Server, arm: Arm, texts: Sequence[TaggedText], seconds: float) -> float:
     """Requests a second with always more to do."""
     chance = random.Random(3)
 
-    def burst(requests: int) -> float:
-        shots = [Shot(0.0, _body(arm, chance.choices(texts, k=count))) for _ in range(requests)]
-        begun_s = time.perf_counter()
-        fire(server, PATH, shots, patience_s=60.0)
-        return sum(shot.status == 200 for shot in shots) / (time.perf_counter() - begun_s)
+    def at_once(count: int) -> float:
+        bodies = [_body(arm, chance.choices(texts, k=TEXTS)) for _ in range(count)]
+        return burst(server, PATH, bodies)
 
-    rate = burst(24)
-    return burst(min(200, max(24, round(rate * seconds))))
+    rate = at_once(24)
+    return at_once(min(200, max(24, round(rate * seconds))))
 
 
 def _row(arm: Arm, load: int, outcome: Outcome, alone_s: float) -> list[Cell]:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from benchmarks.client import Shot, fire
 from benchmarks.fixed_service import MODEL, FixedService, running_queue
@@ -31,9 +32,9 @@ from benchmarks.lab import (
     Table,
     Target,
     awake,
-    median,
     median_ratio,
     parser,
+    percentile,
     run,
 )
 from benchmarks.server import Server
@@ -55,9 +56,8 @@ class Times:
 
     @classmethod
     def of(cls, latencies_s: Sequence[float]) -> "Times":
-        ordered = sorted(latencies_s)
-        ranks = [ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99)]
-        return cls(statistics.fmean(ordered), *ranks)
+        shares = (percentile(latencies_s, share) for share in (0.5, 0.9, 0.99))
+        return cls(statistics.fmean(latencies_s), *shares)
 
     def items(self) -> Iterator[tuple[str, float | None]]:
         yield from (("mean", self.mean), ("p50", self.p50), ("p90", self.p90), ("p99", self.p99))

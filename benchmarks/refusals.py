@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Self
 
 from benchmarks.client import Shot, fire
@@ -22,7 +23,6 @@ from benchmarks.lab import (
     Table,
     Target,
     awake,
-    median,
     options,
     parser,
     percentile,

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
+from benchmarks.generations import generation
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
-from serve.engine.writing import Generation, GenerationRequest, Sampling
+from serve.engine.job import Event, GeneratedEvent, Job, Limits, TokenEvent
+from serve.engine.writing import Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
 
@@ -42,17 +43,17 @@ class Asker:
         manifest = bundle.manifest
         vocabulary = range(1, manifest.text_tokenizer.vocab_size)
         window = manifest.text_input.max_tokens
-        self.requests: list[tuple[int, GenerationRequest]] = []
+        self.requests: list[tuple[int, list[int], int, Sampling]] = []
         for seed in range(REQUESTS):
             length = self._draw.randint(1, window) if seed % 4 == 0 else self._draw.randint(1, 40)
             prompt = [self._draw.choice(vocabulary) for _ in range(length)]
             sampling = Sampling(temperature=float(seed % 2), seed=seed)
-            request = GenerationRequest(prompt, self._draw.randint(1, 24), window, sampling)
-            self.requests.append((self._draw.choice(manifest.steps), request))
+            tokens = self._draw.randint(1, 24)
+            steps = self._draw.choice(manifest.steps)
+            self.requests.append((steps, prompt, tokens, sampling))
 
     def ask(self, number: int, ends: dict[int, list[str]], left: bool = False) -> None:
         """Put the answer to request `number` into `ends`, unless the client leaves."""
-        steps, request = self.requests[number]
 
         def deliver(event: Event) -> None:
             if isinstance(event, TokenEvent):
@@ -61,13 +62,7 @@ class Asker:
             ends[number].append(event.text)
             self.room.release()
 
-        window = request.window
-        job: Job = Job(
-            LaneKey(self.served.name, "generate", steps),
-            Generation(request, self.served.codec, deliver),
-            (len(request.prompt),),
-            min(len(request.prompt) + request.max_tokens, window),
-        )
+        job = generation(self.served, *self.requests[number], deliver)
         self.room.acquire()
         self.engine.submit(job)
         if left:

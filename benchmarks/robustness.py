@@ -12,7 +12,6 @@ training. The noise of a row is a function of (seed, row), the same at every ste
 models of one window, which says how many rows are disturbed at once.
 """
 
-import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from train.data import open_dataset
 from train.data.arrays import ImageDataset
 from train.data.batch import IGNORED, Batch, Dataset
 from train.quality import measure_model
-from train.recipe import Recipe
+from train.recipe import data_at
 from train.tally import Quality
 
 NAME = "robustness"
@@ -93,7 +92,7 @@ def measured(
 ) -> list[Sequence[Cell]]:
     """The rows of one run: every disturbance of its kind of data, at every step count."""
     found = load_run(folder)
-    dataset = open_dataset(_moved(found.recipe, data), found.tokenizer)
+    dataset = open_dataset(data_at(found.recipe, data), found.tokenizer)
     rows: list[Sequence[Cell]] = []
     for one in disturbances(dataset):
         for count in [1] if found.model.discrete else steps:
@@ -162,12 +161,6 @@ def compared(rows: Sequence[Sequence[Cell]], kinds: Mapping[str, str]) -> list[T
 def mean_of(values: Sequence[float]) -> str:
     mean = f"{statistics.mean(values):.4f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
-
-
-def _moved(recipe: Recipe, data: str) -> Recipe:
-    if not data:
-        return recipe
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
 
 
 def _size(found: Run) -> int:

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from benchmarks.lab import ROOT
 
@@ -44,6 +43,10 @@ class Server:
     port: int
     log: Path
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
     def memory(self) -> Memory:
         """What it takes now."""
         return process_memory(self.pid)
@@ -74,25 +77,51 @@ def running_server(bundles: Sequence[Path], *flags: str, **variables: str) -> It
 
     The variables are those of its environment, beside our own.
     """
-    own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
     folders = [str(folder.resolve()) for folder in bundles]
-    command = [sys.executable, "-m", "serve", *folders, "--port", "0", *flags]
-    with started(command, own | variables) as server:
+    with started("serve", *folders, "--port", "0", *flags, variables=variables) as server:
         yield server
 
 
 @contextmanager
-def started(command: list[str], environment: dict[str, str]) -> Iterator[Server]:
-    """What this command serves, once it says where; ended afterwards."""
+def running_stub(folder: Path, call_ms: float, row_ms: float) -> Iterator[Server]:
+    """A server whose model waits so long a call and a row (benchmarks.stub_server)."""
+    flags = ("--call-ms", str(call_ms), "--row-ms", str(row_ms))
+    with started("benchmarks.stub_server", str(folder), *flags) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    module: str, *arguments: str, cwd: Path = ROOT, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """What `python -m module` serves, once it says where; ended afterwards.
+
+    Settings of Stepdial in our own environment are not passed on.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    environment = environment_without("STEPDIAL_") | dict(variables or {})
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with log.open("w", encoding="utf-8") as output:
-            process = _start(command, environment, output)
+            process = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
         try:
             host, port = _address(process, log)
             yield Server(process.pid, host, port, log)
         finally:
             _stop(process)
+
+
+def environment_without(*prefixes: str) -> dict[str, str]:
+    """Our own, less the variables whose names begin like that."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+
+
+def process_cpu_s(pid: int) -> float:
+    """The processor time that a process has taken so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def process_memory(pid: int | str) -> Memory:
@@ -114,14 +143,6 @@ def _fields(path: Path) -> dict[str, int]:
         raise SystemExit(f"{path} does not exist: memory can be measured on Linux only")
     found = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(encoding="ascii"), re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in found}
-
-
-def _start(
-    command: list[str], environment: dict[str, str], output: IO[str]
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-    )
 
 
 def _address(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, int]:

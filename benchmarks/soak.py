@@ -18,11 +18,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from benchmarks.client import Answered, Client, Crowd, UnexpectedAnswer, arrivals
-from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    percentile,
+    run,
+)
 from benchmarks.server import READY_LINE, Memory, Server, running_server
 from benchmarks.texts import PROMPT, text_of, window_of
 from serve.bundle import Bundle, Manifest
 from serve.inputs.text import TextCodec
+from train.tally import t95
 
 # One client of the soak: asks again and again, checks every answer, and sometimes leaves.
 
@@ -215,11 +227,6 @@ def read_gauges(exposition: str) -> dict[str, float]:
 
 
 BLOCKS = 20
-# Student's t for 95 %, by degrees of freedom up to those of all blocks.
-_T95 = (
-    *(0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26),
-    *(2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10),
-)
 
 
 class Trend(NamedTuple):
@@ -248,7 +255,7 @@ def trend(values: Sequence[tuple[float, float]]) -> Trend:
     centre = statistics.fmean(hours)
     spread = sum((hour - centre) ** 2 for hour in hours)
     free = len(blocks) - 2
-    wide = _T95[free] * math.sqrt(off / free / spread)
+    wide = t95(free) * math.sqrt(off / free / spread)
     return Trend(slope, slope - wide, slope + wide)
 
 
@@ -287,8 +294,8 @@ class Run:
         within = [one for one in answered if number <= one.due_s / MINUTE_S < number + 1]
         line: dict[str, Any] = {"minute": number, "errors": len(crowd.errors)}
         for kind in KINDS:
-            ms = sorted(1000 * one.latency_s for one in within if one.what == kind)
-            line[kind] = [len(ms), *(round(quantile(ms, share), 2) for share in (0.5, 0.99))]
+            ms = [1000 * one.latency_s for one in within if one.what == kind]
+            line[kind] = [len(ms), *(round(percentile(ms, p), 2) for p in (0.5, 0.99) if ms)]
         line["pulse"] = self.pulses[-1].to_json()
         self.minutes.append(line)
         with self.keep.open("a", encoding="utf-8") as file:
@@ -457,7 +464,7 @@ def _least_row(held: Sequence[tuple[float, float]], memory: Trend) -> Sequence[C
 def _halves(answered: Sequence[Answered], kind: str, warm_s: float) -> list[float]:
     """The p50 of all, the p99 of each half, and the second over the first."""
     served = [one for one in answered if one.what == kind and one.due_s >= warm_s]
-    ms = sorted(1000 * one.latency_s for one in served)
+    ms = [1000 * one.latency_s for one in served]
     middle_s = (warm_s + max((one.due_s for one in served), default=0.0)) / 2
     halves = []
     for half in (False, True):
@@ -465,14 +472,13 @@ def _halves(answered: Sequence[Answered], kind: str, warm_s: float) -> list[floa
         for one in served:
             if (one.due_s >= middle_s) == half:
                 by_minute.setdefault(int(one.due_s // MINUTE_S), []).append(1000 * one.latency_s)
-        each = [quantile(sorted(latencies), 0.99) for latencies in by_minute.values()]
+        each = [percentile(latencies, 0.99) for latencies in by_minute.values()]
         halves.append(statistics.median(each) if each else 0.0)
-    return [quantile(ms, 0.5), *halves, halves[1] / halves[0] if halves[0] else 0.0]
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in order; 0 of none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return [
+        percentile(ms, 0.5) if ms else 0.0,
+        *halves,
+        halves[1] / halves[0] if halves[0] else 0.0,
+    ]
 
 
 NAME = "soak"
@@ -490,26 +496,19 @@ class Sample:
 
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--clients", type=int, default=None, help=f"(default: {CLIENTS})")
-    made.add_argument("--seconds", type=float, default=None, help=f"(default: {SECONDS:g})")
-    lasting = made.add_mutually_exclusive_group()
-    lasting.add_argument("--hours", type=float, default=0.0, help="soak in an open loop")
-    lasting.add_argument("--minutes", type=float, default=0.0, help="the same, shorter")
-    share = LOAD
-    made.add_argument("--load", type=float, default=share, help=f"of the capacity ({share:g})")
+    made.add_argument("--hours", type=float, default=0.0, help="so long, in an open loop")
+    made.add_argument("--load", type=float, default=LOAD, help=f"of the capacity ({LOAD:g})")
     made.add_argument("--keep", type=Path, metavar="FILE", help="a line a minute, as it comes")
     parsed = made.parse_args(arguments)
-    lasting_s = parsed.hours * 3600 + parsed.minutes * 60
-    if lasting_s:
+    if parsed.hours:
         keep = parsed.keep or Path(tempfile.gettempdir()) / f"{LONG_NAME}.jsonl"
-        long = partial(measure_long, options(parsed), lasting_s, parsed.load, keep)
+        long = partial(measure_long, options(parsed), 3600 * parsed.hours, parsed.load, keep)
         return run(NAME, arguments, parsed, long)
-    clients = parsed.clients or (8 if parsed.quick else CLIENTS)
-    seconds = parsed.seconds or (2.0 if parsed.quick else SECONDS)
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), clients, seconds))
+    return run(NAME, arguments, parsed, partial(measure, options(parsed)))
 
 
-def measure(chosen: Options, clients: int, seconds: float, provenance: Provenance) -> Result:
+def measure(chosen: Options, provenance: Provenance) -> Result:
+    clients, seconds = (8, 2.0) if chosen.quick else (CLIENTS, SECONDS)
     callees = callees_of(chosen.read())
     settle_s = 0.2 if chosen.quick else SETTLE_S
     with running_server(chosen.bundles) as server:

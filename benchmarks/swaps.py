@@ -14,12 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import httpx
 import numpy as np
 
 from benchmarks.client import Client, Crowd, UnexpectedAnswer
-from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    percentile,
+    run,
+)
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
 from serve.bundle import LATENCY_FILE, Bundle, Manifest, open_staging, seal_bundle
@@ -44,6 +56,35 @@ def write_version(bundle: Bundle, folder: Path, seed: int) -> Bundle:
         noise = np.random.default_rng(seed).uniform(-_CHANGE, _CHANGE, weights.size)
         (weights * (1 + noise).astype(np.float32)).tofile(path)
         return seal_bundle(staging, bundle.manifest, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """What a server needs so that models may be swapped, and the key to do it with."""
+
+    flags: tuple[str, ...]
+    secret: str
+
+    @classmethod
+    def of(cls, versions: Sequence[Bundle], folder: Path) -> Self:
+        """For these bundles; the key is kept in the folder."""
+        key = NewKey.draw("benchmark")
+        (folder / "keys.toml").write_text(key.block, encoding="utf-8")
+        allowed = ",".join(str(one.folder.resolve()) for one in versions)
+        keys = str(folder / "keys.toml")
+        return cls(("--admin-keys-file", keys, "--admin-folders", allowed), key.secret)
+
+    def client(self, server: Server) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.secret}"}
+        return httpx.Client(base_url=server.url, headers=headers, timeout=120)
+
+
+def swap(admin: httpx.Client, bundle: Bundle) -> float:
+    """The seconds until the bundle was served; an httpx.HTTPError if it is not."""
+    begun_s = time.perf_counter()
+    asked = {"bundle": str(bundle.folder.resolve())}
+    admin.post("/admin/models", json=asked).raise_for_status()
+    return time.perf_counter() - begun_s
 
 
 NAME = "swaps"
@@ -117,31 +158,23 @@ class Reader:
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--swaps", type=int, default=None, help=f"(default: {SWAPS})")
-    parsed = made.parse_args(arguments)
-    swaps = parsed.swaps or (6 if parsed.quick else SWAPS)
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), swaps))
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed)))
 
 
-def measure(chosen: Options, swaps: int, provenance: Provenance) -> Result:
+def measure(chosen: Options, provenance: Provenance) -> Result:
     bundle = chosen.read("generate")[0]
     clients = 3 if chosen.quick else CLIENTS
-    key = NewKey.draw("benchmark")
+    swaps = 6 if chosen.quick else SWAPS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "keys.toml").write_text(key.block, encoding="utf-8")
         versions = (bundle, write_version(bundle, folder / "other", seed=1))
-        allowed = ",".join(str(one.folder.resolve()) for one in versions)
-        flags = ("--admin-keys-file", str(folder / "keys.toml"), "--admin-folders", allowed)
-        with running_server([bundle.folder], *flags) as server:
-            admin = httpx.Client(
-                base_url=f"http://{server.host}:{server.port}",
-                headers={"authorization": f"Bearer {key.secret}"},
-                timeout=120,
-            )
-            with admin:
-                return _measured(server, admin, versions, swaps, clients, provenance)
+        access = Admin.of(versions, folder)
+        with (
+            running_server([bundle.folder], *access.flags) as server,
+            access.client(server) as admin,
+        ):
+            return _measured(server, admin, versions, swaps, clients, provenance)
 
 
 def _measured(
@@ -155,7 +188,7 @@ def _measured(
     manifest = versions[0].manifest
     answers: list[dict[Asked, str]] = []
     for version in (1, 0):
-        _swap(admin, versions[version])
+        swap(admin, versions[version])
         answers.insert(0, _alone(server, manifest))
     progress = Progress()
     readers = [Reader(manifest.name, answers, progress, seed) for seed in range(clients)]
@@ -165,7 +198,7 @@ def _measured(
             time.sleep(GAP_S)
             progress.begun += 1
             try:
-                times_s.append(_swap(admin, versions[(number + 1) % 2]))
+                times_s.append(swap(admin, versions[(number + 1) % 2]))
                 progress.done += 1
             except httpx.HTTPError as error:  # what was served goes on
                 failed += 1
@@ -222,8 +255,8 @@ def _table(
 def _gap_table(seen: Sequence[Seen]) -> Table:
     rows: list[list[Cell]] = []
     for resting, when in ((True, "while nothing is loaded"), (False, "while a model is loaded")):
-        gaps = sorted(gap for one in seen for gap in one.gaps_ms[resting])
-        shares = [gaps[int(share * (len(gaps) - 1))] if gaps else None for share in (0.5, 0.99, 1)]
+        gaps = [gap for one in seen for gap in one.gaps_ms[resting]]
+        shares = [percentile(gaps, share) if gaps else None for share in (0.5, 0.99, 1)]
         rows.append([when, len(gaps), *shares])
     columns = ("when", "tokens", "median ms", "p99 ms", "longest ms")
     return Table("From one token of an answer to the next, as clients see it.", columns, rows)
@@ -247,14 +280,6 @@ def _body(model: str, asked: Asked) -> dict[str, str | int | bool]:
     prompt, steps = asked
     body: dict[str, str | int | bool] = {"model": model, "prompt": prompt, "steps": steps}
     return body | {"max_tokens": TOKENS, "temperature": 0, "stream": True}
-
-
-def _swap(admin: httpx.Client, bundle: Bundle) -> float:
-    """The seconds until the bundle was served."""
-    begun_s = time.perf_counter()
-    asked = {"bundle": str(bundle.folder.resolve())}
-    admin.post("/admin/models", json=asked).raise_for_status()
-    return time.perf_counter() - begun_s
 
 
 def _settled(admin: httpx.Client) -> int:

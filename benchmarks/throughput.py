@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from benchmarks.lab import (
     Table,
     Target,
     interleave,
-    median,
     median_ratio,
     parser,
     run,
@@ -175,14 +175,12 @@ def our_training(case: Case, folder: Path) -> Callable[[], float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--threads", type=int, default=1, help="of PyTorch (default 1)")
-    parsed = made.parse_args(arguments)
-    torch.set_num_threads(parsed.threads)
-    return run(NAME, arguments, parsed, partial(measure, parsed.quick, parsed.threads))
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, parsed.quick))
 
 
-def measure(quick: bool, threads: int, provenance: Provenance) -> Result:
+def measure(quick: bool, provenance: Provenance) -> Result:
+    torch.set_num_threads(1)
     rows: list[Sequence[Cell]] = []
     targets = []
     with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +201,7 @@ def measure(quick: bool, threads: int, provenance: Provenance) -> Result:
         "Training throughput beside a plain loop",
         "Iterations a second of `stepdial train`'s loop and of a loop written out in plain PyTorch "
         f"with the same arithmetic: {SCHEDULE['full']} Euler steps, transport cost, clipping, "
-        f"AdamW, float32, {threads} thread(s).",
+        "AdamW, float32, 1 thread.",
         [Table("Medians; the ratio is the median of those within each round.", columns, rows)],
         targets,
     )

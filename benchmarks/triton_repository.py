@@ -8,19 +8,17 @@ compares. Needs a tritonserver with the onnxruntime and Python backends (its ima
 """
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from benchmarks.lab import ZOO, Cell, Provenance, Table
@@ -107,12 +105,9 @@ def _served(program: str, repository: Path, backends: Path | None) -> Iterator[s
 def _ready(url: str, run: subprocess.Popen[bytes]) -> bool:
     end = time.monotonic() + _READY_S
     while time.monotonic() < end and run.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health/ready", timeout=5) as answer:
-                if answer.status == 200:
-                    return True
-        except (urllib.error.URLError, ConnectionError):
-            pass
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health/ready", timeout=5).status_code == 200:
+                return True
         time.sleep(0.2)
     return False
 
@@ -154,10 +149,8 @@ def _ask(
 
 
 def _post(url: str, body: dict[str, Any], output: str) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        outputs = json.loads(answer.read())["outputs"]
-    found: dict[str, Any] = next(one for one in outputs if one["name"] == output)
+    answer = httpx.post(url, json=body, timeout=60).raise_for_status().json()
+    found: dict[str, Any] = next(one for one in answer["outputs"] if one["name"] == output)
     return found
 
 

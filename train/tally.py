@@ -53,11 +53,11 @@ def half_interval(apart: PerRow, metric: str) -> float:
     rows = len(apart)
     if rows < 2:
         return math.inf
-    half = _t95(rows - 1) * float(apart.std(ddof=1)) / math.sqrt(rows)
+    half = t95(rows - 1) * float(apart.std(ddof=1)) / math.sqrt(rows)
     return half if metric == "loss" else max(half, Z95**2 / (rows + Z95**2))
 
 
-def _t95(freedom: int) -> float:
+def t95(freedom: int) -> float:
     """The quantile of Student's distribution for an interval of 95 %, 1 % off at most."""
     if freedom <= 2:
         return (12.706, 4.303)[freedom - 1]
@@ -125,7 +125,7 @@ def _spread(sums: PerRow, counts: PerRow) -> float:
     """
     rows = len(sums)
     apart = (sums - sums.sum() / counts.sum() * counts) / counts.mean()
-    return _t95(rows - 1) * float(apart.std(ddof=1)) / math.sqrt(rows) if rows > 1 else math.inf
+    return t95(rows - 1) * float(apart.std(ddof=1)) / math.sqrt(rows) if rows > 1 else math.inf
 
 
 def _numbers(values: "array[float]") -> PerRow:

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks import reference
 from benchmarks.client import load
-from benchmarks.lab import ROOT, interleave, median
+from benchmarks.lab import ROOT, interleave
 from benchmarks.peers.servers import STEPDIAL, Cores, Environments
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Precision

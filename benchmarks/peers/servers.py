@@ -23,7 +23,13 @@ from typing import Any, NamedTuple, Self
 from benchmarks.client import Client
 from benchmarks.lab import ROOT
 from benchmarks.peers.labeller import BUNDLE, CALLS, MAX_BATCH, PORT, STEPS
-from benchmarks.server import Server, free_ports, process_memory
+from benchmarks.server import (
+    Server,
+    environment_without,
+    free_ports,
+    process_cpu_s,
+    process_memory,
+)
 
 STEPDIAL = "stepdial"
 MOSEC = "mosec"
@@ -67,7 +73,6 @@ class Peer:
     def environment(self, place: Place) -> dict[str, str]:
         """Ours, less every setting that a server could take for its own."""
         prefixes = ("STEPDIAL_", "BENTOML_", "MLSERVER_", "MOSEC_", "LIT_", "UVICORN_")
-        own = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
         told = {
             BUNDLE: str(place.bundle),
             STEPS: str(place.steps),
@@ -75,7 +80,7 @@ class Peer:
             PORT: str(place.port),
             "PYTHONPATH": str(ROOT),
         }
-        return own | told | dict(self.variables(place))
+        return environment_without(*prefixes) | told | dict(self.variables(place))
 
 
 def _app(name: str, *flags: str) -> Callable[[Place], Sequence[str]]:
@@ -280,12 +285,11 @@ class Tree:
 
     def cpu_s(self) -> float:
         """The processor time that those that live have taken."""
-        ticks = 0
+        spent_s = 0.0
         for pid in self.members():
-            with suppress(OSError):
-                fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+            with suppress(OSError):  # it has ended since
+                spent_s += process_cpu_s(pid)
+        return spent_s
 
     def gone_s(self, patience_s: float) -> float | None:
         """Wait until no process is left, and say how long; None if some stay."""

@@ -116,7 +116,8 @@ def test_every_script_explains_itself(name: str, capsys: pytest.CaptureFixture[s
 
 
 def test_percentiles() -> None:
-    assert percentile(range(100), 0.99) == 99
+    assert percentile(range(1, 101), 0.99) == 99, "as many as 99 of the 100 are at most that"
+    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0
     assert percentile([1.0], 0.99) == 1.0
 
 

@@ -38,7 +38,7 @@ def test_levels_are_tested_on_every_row(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(FOLDER, str(tmp_path))  # whatever trains on this machine
     arguments = ["--bundles", str(bundle.folder), "--data", "sure=here", "--results", str(tmp_path)]
     assert early_answers.main(arguments) == 0
-    result = Result.read(tmp_path / "early_answers_sure.json")
+    result = Result.read(tmp_path / "early_answers.json")
     assert result.command.startswith("python -m benchmarks.early_answers --bundles ")
     classifier = open_model(bundle, 1).step_classifier(4)
     jumps = classifier.jumps(data.tokens.numpy())  # (4, 40, 2)
