@@ -1,4 +1,6 @@
-"""A row that runs ahead of itself, beside plain decoding: the same tokens, sooner or not.
+"""Speculative decoding beside plain decoding: milliseconds a token, and whether answers differ.
+
+    python -m benchmarks.ahead [--bundles zoo/shakespeare ...]
 
 One client asks the engine, without HTTP, for answers at full steps. Plain decoding is the same
 engine with drafts switched off. Both answer the same prompts, in turn.
@@ -112,12 +114,12 @@ def measure(chosen: Options, threads: int, provenance: Provenance) -> Result:
         rows += found[0]
         targets += found[1]
     columns = (
-        *("model", "temperature", "plain, ms", "ahead, ms"),
-        *("plain / ahead", "accepted", "same answers"),
+        *("model", "temperature", "plain, ms", "with drafts, ms"),
+        *("plain over drafts", "accepted", "same answers"),
     )
     return provenance.result(
         NAME,
-        "A row that runs ahead of itself",
+        "Speculative decoding beside plain decoding",
         f"One client, {TOKENS} tokens an answer at full steps, {threads} thread(s) a call. "
         "Medians; the ratio is the median of the ratios within each round. Accepted: drafts that "
         "the full steps confirmed.",
@@ -132,7 +134,8 @@ def _measure(
     plain, ahead = Writer(bundle, threads, ahead=False), Writer(bundle, threads, ahead=True)
     count, tokens = (5, 20) if quick else (PROMPTS, TOKENS)
     prompts = prompts_of(plain, count)
-    name, precision = bundle.manifest.name, bundle.manifest.precision
+    precision = bundle.manifest.precision
+    name = f"{bundle.manifest.name}, {precision}"
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
     for temperature in (0.0, 1.0):
@@ -157,7 +160,7 @@ def _measure(
         accepted = (ahead.counted("accepted") - before[1]) / max(1.0, drafted)
         plain_ms, ahead_ms = median(times["plain"]), median(times["ahead"])
         rows.append([name, temperature, plain_ms, ahead_ms, gain, accepted, f"{same} of {count}"])
-        what = f"{name}, {precision}, temperature {temperature:g}"
+        what = f"{name}, temperature {temperature:g}"
         targets.append(Target(f"{what}: the same answers", same, "==", count))
         targets.append(Target(f"{what}: tokens a second", gain, ">=", LEAST[precision], "x"))
     for writer in (plain, ahead):

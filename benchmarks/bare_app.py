@@ -1,7 +1,7 @@
-"""What a framework alone takes: a handler that checks the same request and answers the same.
+"""A bare FastAPI handler that checks the same request as /v1/classify and answers in its shape.
 
-FastAPI and uvicorn as anybody would write them, with the request and the response of /v1/classify
-of the real server, and a constant answer. No model, no queue, no thread.
+For `benchmarks.bare_fastapi`, as a process of its own. FastAPI and uvicorn as anybody would write
+them, with a constant answer. No model, no queue, no thread.
 """
 
 import argparse

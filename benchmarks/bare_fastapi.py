@@ -1,7 +1,9 @@
-"""What the server adds to HTTP: a model that answers at once, against a bare FastAPI handler.
+"""What the server adds to HTTP: requests a second and latency beside a bare FastAPI handler.
 
-Both are processes with the same request and response, and take turns: 32 clients that ask again at
-once, then one alone.
+    python -m benchmarks.bare_fastapi
+
+Both are processes with the same request and response, and a model that answers at once. They take
+turns: 32 clients that ask again at once, then one alone.
 """
 
 import sys

@@ -1,9 +1,11 @@
-"""Many clients that classify: the share of what the runtime alone, in ideal batches, would answer.
+"""Classifications a second of 32 clients, as a share of what the runtime alone computes.
+
+    python -m benchmarks.batching [--bundles FOLDER ...]
 
 Clients ask again as soon as they have an answer, over HTTP, from a process of their own. Beside
-them stands the same graph run bare on the same rows, at the batch size that is best for it. Once
-for models, and once for a stub that waits 5 ms a call and 0.5 ms a row, which leaves the machine to
-the server and the clients.
+them stands the same graph run without a server on the same rows, at the batch size that is best for
+it. Once for models, and once for a stub that waits 5 ms a call and 0.5 ms a row, which leaves the
+machine to the server and the clients.
 """
 
 import json

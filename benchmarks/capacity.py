@@ -1,5 +1,7 @@
 """How many replicas a load needs, and their memory and price, from what one was measured to do.
 
+    python -m benchmarks.capacity --ask 'KIND OF REQUEST=RATE' [--p99-ms 100] ...
+
 Either from service times of benchmarks/results/dial.json, through a queueing formula, or from
 capacity.json files of `stepdial loadtest --find-capacity`. The formulas are explained in
 docs/deploying.md; it measures nothing itself, and knows no prices.

@@ -1,4 +1,6 @@
-"""Classifying with a converted encoder: each rung beside the whole original, on the same texts.
+"""Texts a second of a converted encoder at each rung, beside its whole original.
+
+    python -m benchmarks.converted --bundles zoo/topics zoo/sentiment --original FOLDER
 
 The original runs in two ways: all its layers as one graph in onnxruntime, and in torch as
 sentence-transformers encodes (batches of 32 sorted by length, padded to their longest, the mean of

@@ -1,9 +1,12 @@
-"""Does a server survive damaged bundles? Copies of bundles are damaged at random, and opened.
+"""Whether damaged bundles are refused: copies are damaged at random and opened as a server does.
+
+    python -m benchmarks.corruption
+    python -m benchmarks.corruption --only CASE        # one of them again
 
 After an accident (hashes and seal stay as they were) a bundle is refused with an error that names
 the file or the field, or what it answers is bit for bit what it was. Where the hashes were made to
-fit again, answers may be any; but nothing crashes, hangs or takes endless memory. Bundles
-are opened in another process, which may die of one.
+fit again, answers may be any; but nothing crashes, hangs or takes endless memory. Bundles are
+opened in another process, which is started again if one of them ends it.
 """
 
 import hashlib
@@ -28,7 +31,18 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from benchmarks.lab import ROOT, ZOO, Cell, Provenance, Result, Table, Target, parser, run
+from benchmarks.lab import (
+    ROOT,
+    ZOO,
+    Cell,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    bundles_in,
+    parser,
+    run,
+)
 from serve.bundle import LATENCY_FILE, MANIFEST_FILE
 from serve.bundle.folder import SEAL, seal_of
 
@@ -397,7 +411,7 @@ class Case:
 
 
 @final
-class Victim:
+class BundleOpener:
     """The process that opens bundles; a new one whenever it died."""
 
     def __init__(self) -> None:
@@ -444,14 +458,13 @@ class Victim:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "benchmarks.victim"]
+    command = [sys.executable, "-m", "benchmarks.bundle_opener"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=nowhere)
 
 
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--count", type=int, default=CASES, metavar="INT", help="cases (1000)")
     made.add_argument("--seed", type=int, default=0, metavar="INT", help="of all chance (0)")
     made.add_argument("--only", type=int, metavar="INT", help="run this case only, and print it")
     parsed = made.parse_args(arguments)
@@ -459,39 +472,38 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.only is not None:
         print(attempt(folders, parsed.seed, [parsed.only])[0][0])
         return 0
-    count = QUICK_CASES if parsed.quick else parsed.count
+    count = QUICK_CASES if parsed.quick else CASES
     return run(NAME, arguments, parsed, partial(measure, folders, parsed.seed, count))
 
 
 def kept_bundles() -> list[Path]:
     """The bundles of the zoo and the golden ones."""
-    found = [*ZOO.glob("*/manifest.json"), *GOLDEN.glob("*/*/manifest.json")]
-    return sorted(path.parent for path in found)
+    return sorted([*bundles_in(ZOO), *bundles_in(GOLDEN, "*/*")])
 
 
 def attempt(folders: Sequence[Path], seed: int, indices: Sequence[int]) -> tuple[list[Case], int]:
     """These cases, and the peak memory of a process that opened them, in KiB."""
-    with Victim() as victim, tempfile.TemporaryDirectory() as scratch:
-        before = {folder: _sound(victim, folder) for folder in folders}
+    with BundleOpener() as opener, tempfile.TemporaryDirectory() as scratch:
+        before = {folder: _sound(opener, folder) for folder in folders}
         cases = []
         for index in indices:
             draw = random.Random(f"{seed}/{index}")
-            case = _attempt_one(victim, before, index, draw, Path(scratch) / "bundle")
+            case = _attempt_one(opener, before, index, draw, Path(scratch) / "bundle")
             cases.append(case)
             if case.ending == "FAILED":
                 print(f"FAILED --seed {seed} --only {index}: {case}", file=sys.stderr, flush=True)
-    return cases, victim.peak_kib
+    return cases, opener.peak_kib
 
 
-def _sound(victim: Victim, folder: Path) -> str:
-    found = victim.open(folder)
+def _sound(opener: BundleOpener, folder: Path) -> str:
+    found = opener.open(folder)
     if found["outcome"] != "answered":
         raise SystemExit(f"{folder} cannot be opened before any damage: {found['message']}")
     return str(found["answer"])
 
 
 def _attempt_one(
-    victim: Victim, before: dict[Path, str], index: int, draw: random.Random, copy: Path
+    opener: BundleOpener, before: dict[Path, str], index: int, draw: random.Random, copy: Path
 ) -> Case:
     resealed = draw.random() < 0.5
     folders = [folder for folder in before if not resealed or _bytes(folder) < SMALL_BYTES]
@@ -502,7 +514,7 @@ def _attempt_one(
     done = damage(copy, draw, others)
     if resealed:
         reseal(copy)
-    found = victim.open(copy)
+    found = opener.open(copy)
     if copy.is_symlink():
         copy.unlink()
     shutil.rmtree(copy)

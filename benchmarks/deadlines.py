@@ -1,10 +1,11 @@
-"""Requests with a deadline, more than the server can serve at full steps: who is answered in time.
+"""Share of requests answered within their deadline, at 2 and 4 times the load that can be served.
 
-    python -m benchmarks.deadlines --data PATH
+    python -m benchmarks.deadlines [--data PATH]
 
-Requests come by chance at 2 and 4 times the rate that the server sustains at full steps, which is
-measured first. Three servers: Stepdial, which chooses the steps; the same, told to take full steps;
-and one that takes every request in turn at full steps.
+Requests come at random times, at multiples of the rate that the server sustains at full steps,
+which is measured first. Three servers, one after another: Stepdial, which chooses the steps; the
+same, told to take full steps; and one that takes every request in turn at full steps. PATH is the
+test set of the bundle, for its labels.
 """
 
 import random
@@ -138,7 +139,7 @@ def measure(chosen: Options, data: str | None, provenance: Provenance) -> Result
     return provenance.result(
         NAME,
         "Deadlines under overload",
-        f"Requests to `{bundle.manifest.name}` that come by chance, whatever became of those "
+        f"Requests to `{bundle.manifest.name}` that come at random times, whatever became of those "
         "before.",
         [Table(caption, _COLUMNS, rows)],
         targets,

@@ -1,4 +1,6 @@
-"""Decoding on one core: our runtime beside eager PyTorch, recomputing, and the machine's limit.
+"""Milliseconds a token on one core: our runtime beside eager PyTorch and the machine's limit.
+
+    python -m benchmarks.decode
 
 The model is the reference decoder with random weights. Every way writes the next token behind the
 same number of positions, turn by turn in one thread. Ours are the graphs of one step and the

@@ -1,7 +1,9 @@
-"""Clients that leave at random moments: whether any of their work goes on, and what it leaves.
+"""Clients that disconnect at random moments: whether their work goes on, and what is left of it.
 
-Each opens a connection, sends a request or a part of it, waits a random time and breaks off, with a
-farewell or without.
+    python -m benchmarks.departures
+
+Each opens a connection, sends a request or a part of it, waits a random time and closes the
+connection; half of them with a reset (RST), as a process that is killed.
 """
 
 import asyncio
@@ -74,7 +76,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         NAME,
         f"{count} clients that leave at random moments",
         f"{TOGETHER} at a time, over HTTP, classifications and long answers, whole and streamed. "
-        "Half of them break off without a farewell.",
+        "Half of them reset their connection (RST).",
         [Table("", ("what", "measured"), rows)],
         targets,
     )

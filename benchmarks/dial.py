@@ -1,7 +1,10 @@
-"""The dial is real: what an answer takes at each rung, beside what it takes at the largest.
+"""Milliseconds of an answer at each rung, beside those at the largest.
+
+    python -m benchmarks.dial [--bundles FOLDER ...]
 
 Asks the real server for the same answers at every rung in turn, and counts whether each says that
-it took the steps it was asked for.
+it took the steps it was asked for. A model takes turns with its plain models, which are named
+MODEL-plain and so on.
 """
 
 import sys

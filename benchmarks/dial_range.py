@@ -1,4 +1,4 @@
-"""What the dial buys: the quality of each rung beside plain models of one and of several blocks.
+"""What more steps buy: quality at each rung beside plain models of one and of several blocks.
 
     python -m benchmarks.dial_range --runs RUNS --task logic --steps 1,2,4,8,16
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def says(
     sign = -1.0 if metric == "loss" else 1.0
 
     def gained(base: float, count: int) -> float:
-        return sign * (_mean(one.qualities[count].value for one in found) - base)
+        return sign * (fmean(one.qualities[count].value for one in found) - base)
 
     first, trained = counts[0], max(count for count in counts if count <= max(full, counts[0]))
     ranges = [sign * (o.qualities[trained].value - o.qualities[first].value) for o in found]
@@ -173,7 +174,7 @@ def says(
     if beyond:
         best = paired(found, trained, beyond[-1])
         rows.append([f"beyond training, {beyond[-1]} steps beside {trained}", _text(best)])
-    values = {blocks: _mean(one.value for one in runs) for blocks, runs in beside.items() if runs}
+    values = {blocks: fmean(one.value for one in runs) for blocks, runs in beside.items() if runs}
     if 1 in values:
         rows.append(["first rung beside plain of 1 block", f"{gained(values[1], first):+.4f}"])
         lead = gained(values[1], trained)
@@ -234,11 +235,11 @@ def saved(
     sign: float,
 ) -> str:
     """The smallest plain model that is as good, beside the dial's own size."""
-    mine, value = found[0].parameters, _mean(one.qualities[count].value for one in found)
+    mine, value = found[0].parameters, fmean(one.qualities[count].value for one in found)
     good = [
         runs[0].parameters
         for runs in beside.values()
-        if runs and sign * (_mean(one.value for one in runs) - value) >= 0
+        if runs and sign * (fmean(one.value for one in runs) - value) >= 0
     ]
     if good:
         return f"{mine} against {min(good)} of the smallest plain model that is as good"
@@ -279,11 +280,6 @@ def _row(one: Measured, what: str, quality: Quality) -> Sequence[Cell]:
     shown = [f"{value:.4f}" for value in (quality.value, quality.low, quality.high)]
     whole = None if quality.whole is None else f"{quality.whole:.4f}"
     return [one.name, what, one.parameters, quality.metric, *shown, whole, one.trained, one.cpu_s]
-
-
-def _mean(values: Any) -> float:
-    numbers = list(values)
-    return float(sum(numbers)) / len(numbers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""SIGTERM under streaming load, again and again: what is dropped, cut off, or told too late.
+"""SIGTERM under streaming load: streams that are cut off, and when clients are told.
+
+    python -m benchmarks.drains [--times 100]
 
 Each time a server is started, clients stream, and the signal comes. Half of the servers have time
 for all answers to finish, the others have not. What is measured begins with the signal.

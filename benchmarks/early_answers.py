@@ -1,9 +1,9 @@
-"""What max_disagreement saves, and what it keeps to, on test sets that calibration never saw.
+"""Evaluations that max_disagreement saves, and how often answers differ, on official test sets.
 
     python -m benchmarks.early_answers --data digits=PATH sentiment=PATH topics=PATH
 
-Every row of the official test set is answered early at each certified level and at full steps, in
-the runtime that serves.
+Every row, none of which calibration saw, is answered early at each certified level and at full
+steps, in the runtime that serves.
 """
 
 import sys

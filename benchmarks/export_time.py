@@ -1,4 +1,6 @@
-"""How long an export takes, what it holds at most, and what a ladder costs on disk.
+"""Seconds, memory and disk of an export, with all rungs and with one.
+
+    python -m benchmarks.export_time
 
 The model is the reference decoder with random weights; each export is verified, in a process of
 its own. Without calibration: neither latency nor quality is measured. Beside it stands what an

@@ -1,4 +1,6 @@
-"""From `make demo` in a fresh clone to the first answer, everything installed on the way.
+"""Seconds from `make demo` in a fresh clone to the first answer.
+
+    python -m benchmarks.first_answer
 
 Clones the current commit into a temporary folder and measures twice: cold, with nothing installed
 and no cache of packages used, and warm, when all is installed. It measures the commit, not the
@@ -7,29 +9,25 @@ work tree.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from benchmarks.client import Client, UnexpectedAnswer
 from benchmarks.lab import (
     ROOT,
     Cell,
-    Options,
     Provenance,
     Result,
     Table,
     Target,
-    options,
     parser,
     run,
 )
-from benchmarks.server import environment_without, free_ports
+from benchmarks.server import Tree, environment_without, free_ports, start
 from benchmarks.texts import PROMPT
 
 NAME = "first_answer"
@@ -40,24 +38,21 @@ _GIVE_UP_S, _STOP_S, _POLL_S = 1800.0, 45.0, 0.05
 
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
-    made.add_argument(
-        "--cache", action="store_true", help="let pip use its cache of packages when cold"
-    )
     parsed = made.parse_args(arguments)
     if parsed.bundles:
         made.error("--bundles: the demo serves the zoo of the commit, and nothing else")
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), parsed.cache))
+    return run(NAME, arguments, parsed, measure)
 
 
-def measure(chosen: Options, cache: bool, provenance: Provenance) -> Result:
+def measure(provenance: Provenance) -> Result:
     with tempfile.TemporaryDirectory(prefix="stepdial-") as folder:
         clone = Path(folder) / "stepdial"
         _git("clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone))
         cloned = _git("-C", str(clone), "rev-parse", "--short", "HEAD")
-        cold_s = _first_answer_s(clone, _environment(cache))
-        warm_s = _first_answer_s(clone, _environment(cache))
+        cold_s = _first_answer_s(clone)
+        warm_s = _first_answer_s(clone)
     rows: list[Sequence[Cell]] = [
-        ["cold: nothing installed" + (", packages cached" if cache else ""), cold_s],
+        ["cold: nothing installed", cold_s],
         ["warm: the second start", warm_s],
     ]
     caption = (
@@ -77,32 +72,23 @@ def measure(chosen: Options, cache: bool, provenance: Provenance) -> Result:
     )
 
 
-def _first_answer_s(clone: Path, environment: dict[str, str]) -> float:
+def _first_answer_s(clone: Path) -> float:
     """Start the demo, ask until it answers, stop it."""
     (port,) = free_ports(1)
     log = clone.parent / "demo.log"
+    command = ["make", "-C", str(clone), "demo", f"HOST={HOST}", f"PORT={port}"]
     begun_s = time.perf_counter()
-    with log.open("w", encoding="utf-8") as output:
-        # A session of its own, so that make and all it started can be ended together.
-        process = subprocess.Popen(
-            ["make", "demo", f"HOST={HOST}", f"PORT={port}"],
-            cwd=clone,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    demo = Tree(start(command, _environment(), log))
     try:
         while not _answered(port):
-            if process.poll() is not None:
+            if demo.process.poll() is not None:
                 raise SystemExit(f"make demo ended before it answered:\n{_tail(log)}")
             if time.perf_counter() - begun_s > _GIVE_UP_S:
                 raise SystemExit(f"no answer after {_GIVE_UP_S:g} s:\n{_tail(log)}")
             time.sleep(_POLL_S)
         return time.perf_counter() - begun_s
     finally:
-        _end(process)
+        demo.end(_STOP_S)
 
 
 def _answered(port: int) -> bool:
@@ -120,34 +106,7 @@ def _answered(port: int) -> bool:
     return True
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
-        if not _group_lives(process.pid):
-            break
-    process.wait()
-
-
-def _group_lives(group: int) -> bool:
-    """Whether the server outlives make, which may end first, for a while longer."""
-    end_s = time.monotonic() + _STOP_S
-    while time.monotonic() < end_s:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _environment(cache: bool) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """That of a new shell: nothing of this virtual environment, of make, or of our settings."""
     left_out = ("STEPDIAL_", "MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHON")
     kept = environment_without(*left_out)
@@ -155,7 +114,7 @@ def _environment(cache: bool) -> dict[str, str]:
         own = os.path.join(os.environ["VIRTUAL_ENV"], "bin")
         parts = kept.get("PATH", os.defpath).split(os.pathsep)
         kept["PATH"] = os.pathsep.join(part for part in parts if part != own)
-    return kept if cache else kept | {"PIP_NO_CACHE_DIR": "1"}
+    return kept | {"PIP_NO_CACHE_DIR": "1"}
 
 
 def _git(*arguments: str) -> str:

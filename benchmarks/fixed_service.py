@@ -1,4 +1,4 @@
-"""A queue before one server of known speed, behind HTTP: what theory describes, to measure against.
+"""A queue before one server of known speed, behind HTTP, for `benchmarks.queueing`.
 
 It takes requests in order and answers each when the one server in it would have been done, with
 no work of its own, so that its times are exact however many wait. Services are all as long, or of

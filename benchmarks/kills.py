@@ -1,6 +1,9 @@
-"""Kill -9 at random moments: servers under load, exports, trainings; what is lost or half made.
+"""What kill -9 at random moments leaves of servers under load, exports and trainings.
 
-Each kind is killed as often as is asked for, and goes on alone afterwards.
+    python -m benchmarks.kills [--only server] [--kills 100]
+
+Each kind is killed as often as is asked for, and goes on by itself afterwards. What is lost, wrong,
+incomplete or left behind is counted.
 """
 
 import itertools
@@ -28,7 +31,7 @@ import httpx
 import torch
 
 from benchmarks.client import Client, Crowd, UnexpectedAnswer
-from benchmarks.corruption import Victim
+from benchmarks.corruption import BundleOpener
 from benchmarks.lab import (
     ROOT,
     Cell,
@@ -208,9 +211,9 @@ def _wrong(error: Exception) -> str | None:
     return None
 
 
-def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) -> Found:
+def kill_servers(models: Sequence[Bundle], folder: Path, kills: int) -> Found:
     """As many kills as are asked for; who was told wrong things, and what did not start again."""
-    found, draw, begun_s = Found("server"), random.Random(seed), time.perf_counter()
+    found, draw, begun_s = Found("server"), random.Random(0), time.perf_counter()
     classifier, generator = models
     own = Models(classifier, generator, write_version(generator, folder / "other", seed=1))
     admin = Admin.of([own.generator, own.other], folder)
@@ -323,9 +326,9 @@ def recipe_in(folder: Path) -> Recipe:
     return load_recipe("shakespeare", list(_SETTINGS), str(corpus))
 
 
-def kill_trainings(folder: Path, kills: int, seed: int) -> Found:
+def kill_trainings(folder: Path, kills: int) -> Found:
     """As many kills as are asked for; what was lost or wrong."""
-    found, draw, begun_s = Found("training"), random.Random(seed), time.perf_counter()
+    found, draw, begun_s = Found("training"), random.Random(0), time.perf_counter()
     recipe = recipe_in(folder)
     reference, run = folder / "reference", folder / "run"
     made(partial(train, recipe, reference, quiet=True))
@@ -413,9 +416,9 @@ _STEPS, _SAMPLES = (1, 2), 16
 _WHOLE_EVERY = 5
 
 
-def kill_exports(folder: Path, kills: int, seed: int) -> Found:
+def kill_exports(folder: Path, kills: int) -> Found:
     """As many kills as are asked for; what was half made, lost, or in the way of the next."""
-    found, draw, begun_s = Found("export"), random.Random(seed), time.perf_counter()
+    found, draw, begun_s = Found("export"), random.Random(0), time.perf_counter()
     recipe = recipe_in(folder)
     run = folder / "run"
     made(partial(train, recipe, run, quiet=True))
@@ -425,8 +428,8 @@ def kill_exports(folder: Path, kills: int, seed: int) -> Found:
     request = ExportRequest(target, _STEPS, samples=_SAMPLES)
     clear = partial(shutil.rmtree, out, ignore_errors=True)
     killed = job(partial(export_run, run, request), _export_command(run, target), clear)
-    with Victim() as victim:
-        answer = str(victim.open(target)["answer"])
+    with BundleOpener() as opener:
+        answer = str(opener.open(target)["answer"])
         while found.kills < kills:
             there = draw.random() < 0.5
             if not there:
@@ -434,12 +437,12 @@ def kill_exports(folder: Path, kills: int, seed: int) -> Found:
             there = target.exists()
             if killed.kill(draw, found.kills):
                 found.kills += 1
-            _check_export(out, target, there, answer, victim, found)
+            _check_export(out, target, there, answer, opener, found)
             if found.kills % _WHOLE_EVERY == 0:
                 found.expect(whole(killed.call) == 0, "the next export fails")
                 left = {path.name for path in out.iterdir()} - {target.name}
                 found.expect(not left, f"{', '.join(sorted(left))} was left behind")
-                found.expect(_opened(victim, target) == answer, "the next export is no good")
+                found.expect(_opened(opener, target) == answer, "the next export is no good")
                 found.seen["exports afterwards that left only a bundle"] += 1
     found.seconds = time.perf_counter() - begun_s
     return found
@@ -462,10 +465,10 @@ def _export_command(run: Path, target: Path) -> list[str]:
 
 
 def _check_export(
-    out: Path, target: Path, there: bool, answer: str, victim: Victim, found: Found
+    out: Path, target: Path, there: bool, answer: str, opener: BundleOpener, found: Found
 ) -> None:
     if target.exists():
-        found.expect(_opened(victim, target) == answer, "the bundle is no good")
+        found.expect(_opened(opener, target) == answer, "the bundle is no good")
         found.seen["with a whole bundle"] += 1
     else:
         found.expect(not there, "the bundle that was there before is gone")
@@ -474,14 +477,14 @@ def _check_export(
         found.expect(left.name.startswith("."), f"{left.name} can be seen")
         # A trial is sealed with figures that are not measured yet, and is never given out.
         if (left / MANIFEST_FILE).exists() and ".trial." not in left.name:
-            taken = _opened(victim, left)
+            taken = _opened(opener, left)
             found.expect(taken in (answer, None), "half a bundle is taken for one")
         found.seen["hidden folders, which the next one removes"] += 1
 
 
-def _opened(victim: Victim, folder: Path) -> str | None:
+def _opened(opener: BundleOpener, folder: Path) -> str | None:
     """What a server would answer with; None if it refuses the folder."""
-    came = victim.open(folder)
+    came = opener.open(folder)
     if came["outcome"] == "refused":
         return None
     return str(came.get("answer", came["outcome"]))
@@ -495,13 +498,12 @@ KINDS = ("server", "export", "training")
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
     made.add_argument("--kills", type=int, default=None, help=f"of each kind (default: {KILLS})")
-    made.add_argument("--seed", type=int, default=0, help="of all chance (default: 0)")
     made.add_argument("--only", choices=KINDS, help="kill this kind alone")
     parsed = made.parse_args(arguments)
     kills = parsed.kills or (QUICK_KILLS if parsed.quick else KILLS)
     kinds = (parsed.only,) if parsed.only else KINDS
     name = f"{NAME}_{parsed.only}" if parsed.only else NAME
-    made_of = partial(measure, options(parsed), kinds, kills, parsed.seed, name)
+    made_of = partial(measure, options(parsed), kinds, kills, name)
     return run(NAME, arguments, parsed, made_of)
 
 
@@ -509,7 +511,6 @@ def measure(
     chosen: Options,
     kinds: Sequence[str],
     kills: int,
-    seed: int,
     name: str,
     provenance: Provenance,
 ) -> Result:
@@ -519,7 +520,7 @@ def measure(
         for kind in kinds:
             folder = Path(kept) / kind
             folder.mkdir()
-            found.append(_killed(kind, chosen, folder, kills, seed))
+            found.append(_killed(kind, chosen, folder, kills))
             for problem in found[-1].problems[:5]:
                 print(problem, file=sys.stderr, flush=True)
     rows: list[Sequence[Cell]] = []
@@ -540,24 +541,25 @@ def measure(
             target
             for one in found
             for target in (
-                Target(f"kills of a {one.name}", one.kills, ">=", kills),
-                Target(f"lost, wrong, half or left behind by a {one.name}", _count(one), "==", 0),
+                Target(f"{one.name}: kills", one.kills, ">=", kills),
+                Target(
+                    f"{one.name}: lost, wrong, incomplete or left behind",
+                    len(one.problems),
+                    "==",
+                    0,
+                ),
             )
         ],
     )
 
 
-def _killed(kind: str, chosen: Options, folder: Path, kills: int, seed: int) -> Found:
+def _killed(kind: str, chosen: Options, folder: Path, kills: int) -> Found:
     if kind == "export":
-        return kill_exports(folder, kills, seed)
+        return kill_exports(folder, kills)
     if kind == "training":
-        return kill_trainings(folder, kills, seed)
+        return kill_trainings(folder, kills)
     models = [chosen.read("classify")[0], chosen.read("generate")[0]]
-    return kill_servers(models, folder, kills, seed)
-
-
-def _count(found: Found) -> int:
-    return len(found.problems)
+    return kill_servers(models, folder, kills)
 
 
 if __name__ == "__main__":

@@ -453,8 +453,12 @@ def options(parsed: argparse.Namespace) -> Options:
 
 def text_bundles() -> list[Path]:
     """Those of the zoo that the callers of the scripts, which send texts, can ask."""
-    folders = sorted(path.parent for path in ZOO.glob("*/manifest.json"))
-    return [one for one in folders if read_bundle(one).manifest.input.kind == "text"]
+    return [one for one in bundles_in(ZOO) if read_bundle(one).manifest.input.kind == "text"]
+
+
+def bundles_in(folder: Path, names: str = "*") -> list[Path]:
+    """The folders there that are bundles."""
+    return sorted(path.parent for path in folder.glob(f"{names}/manifest.json"))
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Quality per millisecond: the ladder of a dial beside plain models of one block and of several.
+"""Quality per millisecond: each rung of a model beside plain models of one block and of several.
 
     python -m benchmarks.ladders --bundles zoo/logic PLAIN1 PLAIN2 PLAIN4 PLAIN8
     python -m benchmarks.ladders --draw
@@ -51,22 +51,18 @@ def main(arguments: Sequence[str]) -> int:
     read = parser(__doc__.partition("\n")[0])
     read.add_argument("--draw", action="store_true", help="measure nothing: only draw the picture")
     read.add_argument("--data", default="", metavar="PATH", help="where the dial's data is now")
-    read.add_argument("--seconds", type=float, default=20.0, help="of rounds")
     parsed = read.parse_args(arguments)
     if parsed.draw:
         draw(kept(parsed.results or RESULTS), PICTURE)
         print(f"drawn: {PICTURE.relative_to(ROOT)}")
         return 0
-    seconds = 0.5 if parsed.quick else parsed.seconds
-    status = run(
-        "ladders", arguments, parsed, partial(measure, options(parsed), seconds, parsed.data)
-    )
+    status = run("ladders", arguments, parsed, partial(measure, options(parsed), parsed.data))
     if not parsed.quick and parsed.results is None:
         draw(kept(RESULTS), PICTURE)
     return status
 
 
-def measure(chosen: Options, seconds: float, data: str, provenance: Provenance) -> Result:
+def measure(chosen: Options, data: str, provenance: Provenance) -> Result:
     dial, *plain = bundles = chosen.read("tag")
     check_same_data(dial, plain)
     texts = [one.text for one in tagged_texts(dial, data)[:ROWS]]
@@ -77,7 +73,7 @@ def measure(chosen: Options, seconds: float, data: str, provenance: Provenance) 
         for steps in bundle.manifest.steps:
             each = partial(_each, model.classifier(steps).run, rows)
             calls[bundle.manifest.name, steps] = partial(clocked, each, 1.0)
-    times = interleave(calls, seconds, least=5)
+    times = interleave(calls, 0.5 if chosen.quick else 20.0, least=5)
     points = [
         point_of(bundle, rung, bundle is dial, times[bundle.manifest.name, rung.steps])
         for bundle in bundles

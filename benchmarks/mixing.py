@@ -1,7 +1,9 @@
-"""Rungs that share calls, beside one unrolled graph and batch per step count.
+"""Tokens a second of requests of different steps in one batch, beside a graph and batch a rung.
+
+    python -m benchmarks.mixing
 
 16 clients ask in a closed loop, 4 for each of 1, 2, 4 and 8 steps, for 200 tokens each, of the
-reference decoder with random weights. Ours is the engine, without HTTP. The other way is a bare
+reference decoder with random weights. Ours is the engine, without HTTP. The other way is a plain
 loop over four sessions, each with its graph, its weights and its batch of 4, one token of each in
 turn; it has no engine, no scheduler and no sampling but the argmax. It runs with one thread a call
 and with all, as onnxruntime uses them unless told otherwise; what is faster counts. All in turn in

@@ -1,9 +1,10 @@
-"""How /v2 keeps to the REST description of the Open Inference Protocol, by schemathesis.
+"""Whether /v2 keeps to the description of the Open Inference Protocol: failures by schemathesis.
 
-The description is no part of the project: STEPDIAL_OIP_DESCRIPTION names the file. It is run three
-times, in all phases, with positive and negative data and every check: as published; with its two
-mistakes made good that no server can satisfy; and with the tensors that the model takes, so that
-valid requests must be answered.
+    STEPDIAL_OIP_DESCRIPTION=FILE python -m benchmarks.oip_conformance
+
+The description is no part of the project. It is run three times, in all phases, with positive and
+negative data and every check: as published; with its two mistakes corrected that no server can
+satisfy; and with the tensors that the model takes, so that valid requests must be answered.
 """
 
 import copy
@@ -68,14 +69,12 @@ class Outcome:
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--examples", type=int, default=None, help=f"(default: {EXAMPLES})")
-    parsed = made.parse_args(arguments)
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
     path = os.environ.get(VARIABLE)
     if not path:
         print(f"name the description in {VARIABLE}: open_inference_rest.yaml", file=sys.stderr)
         return NOTHING_TO_MEASURE
-    examples = parsed.examples or (QUICK_EXAMPLES if parsed.quick else EXAMPLES)
+    examples = QUICK_EXAMPLES if parsed.quick else EXAMPLES
     return run(
         NAME, arguments, parsed, partial(measure, options(parsed), read_description(path), examples)
     )
@@ -107,7 +106,7 @@ def measure(
     published, corrected, narrowed = (len(one.failures) for one in outcomes.values())
     targets = [
         Target("failures as published", published, "<=", UNAVOIDABLE),
-        Target("failures with the mistakes made good", corrected, "==", 0),
+        Target("failures with the mistakes corrected", corrected, "==", 0),
         Target("failures with the tensors of the model", narrowed, "==", 0),
     ]
     return provenance.result(
@@ -117,7 +116,7 @@ def measure(
         "`${MODEL_NAME}`, so that every name begins with a dollar sign, and nothing but 200 is "
         "documented for it (400 too, of an inference), though no such model exists: "
         "`status_code_conformance` fails once an operation unless a server answers for any name. "
-        "Made good: the dollar signs are gone, the name and version are those of a model that is "
+        "Corrected: the dollar signs are gone, the name and version are those of a model that is "
         "served, and `positive_data_acceptance` takes the documented 400, since the description "
         "allows tensors of any name and shape, and no body at all. With the tensors of the model: "
         "the same, but the schema names the tensor, and valid requests must be answered with 200.",
@@ -206,7 +205,7 @@ def _closed(**properties: dict[str, Any]) -> dict[str, Any]:
 _NAMED = '[parameters]\n"path.MODEL_NAME" = "{model}"\n"path.MODEL_VERSION" = "1"\n'
 VARIANTS = (
     Variant("as published", _as_published, ""),
-    Variant("mistakes made good", _corrected, _NAMED + _ACCEPTS_400),
+    Variant("mistakes corrected", _corrected, _NAMED + _ACCEPTS_400),
     Variant("tensors of the model", _narrowed, _NAMED),
 )
 

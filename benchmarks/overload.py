@@ -1,11 +1,12 @@
-"""What an overloaded server gets right in time: a tagger with a dial, and plain models beside it.
+"""Right answers a second within a deadline under overload: a tagger beside plain models.
 
     python -m benchmarks.overload --bundles zoo/logic PLAIN1 PLAIN4
 
 The first bundle has the dial; the others are plain models of the same data. One server has them
-all. Requests come by chance at 2 and 4 times what it sustains at the full steps of the dial, which
-is measured first; every model gets the same requests at the same times with the same deadline, one
-model after another, in rounds. What counts is what was right of the answers that were in time.
+all. Requests come at random times, at 2 and 4 times what it sustains at the full steps of the dial,
+which is measured first; every model gets the same requests at the same times with the same
+deadline, one model after another, in rounds. What counts is what was right of the answers that were
+in time.
 
 The deadline is ten times what a request alone takes at full steps: so long that no model misses it
 for being slow, so short that a queue of a second is of no use.

@@ -1,23 +1,26 @@
-"""What fewer bits change: answers and quality of every rung beside float32, as bundles say.
+"""Answers and quality at each rung in fewer bits, beside float32, from the manifests of bundles.
 
-Everything was measured when a bundle was exported, on its held-out rows, and stands in its
-manifest: nothing is computed here, no graph is opened. `benchmarks/make_zoo.sh` trains the runs of
-the zoo, to be exported with fewer bits.
+    python -m benchmarks.precision --bundles FOLDER ...
+
+Everything was measured when a bundle was exported, on its held-out rows: nothing is computed here,
+no graph is opened. `benchmarks/make_zoo.sh` trains the runs of the zoo, to be exported with fewer
+bits.
 """
 
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks.lab import (
     NOTHING_TO_MEASURE,
     ROOT,
+    ZOO,
     Cell,
     Provenance,
     Result,
     Table,
     Target,
+    bundles_in,
     parser,
     run,
 )
@@ -31,7 +34,10 @@ MOST_CHANGE = {"loss": 0.002, "accuracy": 0.002, "bleu": 0.2}
 
 def main(arguments: Sequence[str]) -> int:
     parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
-    bundles = [read_bundle(folder) for folder in parsed.bundles or _bundles_here()]
+    bundles = [
+        read_bundle(folder)
+        for folder in parsed.bundles or [*bundles_in(ZOO), *bundles_in(ROOT / "bundles")]
+    ]
     fewer_bits = [bundle for bundle in bundles if bundle.manifest.rounds]
     if not fewer_bits:
         print(
@@ -89,12 +95,6 @@ def _add_rungs(bundle: Bundle, rows: list[Sequence[Cell]]) -> tuple[list[float],
             ]
         )
     return agreements, changes
-
-
-def _bundles_here() -> list[Path]:
-    """All bundles of the folders that exports and the zoo are in."""
-    found = [*ROOT.glob("zoo/*/manifest.json"), *ROOT.glob("bundles/*/manifest.json")]
-    return sorted(path.parent for path in found)
 
 
 if __name__ == "__main__":

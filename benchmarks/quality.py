@@ -1,4 +1,6 @@
-"""The quality of every rung beside what the models are measured against.
+"""Quality at each rung, beside a plain transformer, a bag of words and the original.
+
+    python -m benchmarks.quality [--bundles FOLDER ...]
 
 Measures nothing itself: the ladder is what each bundle's manifest holds, measured by the exporter
 in the runtime that serves; the rest is what baselines.py kept. `stepdial evaluate BUNDLE` measures

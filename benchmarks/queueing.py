@@ -1,4 +1,6 @@
-"""Whether the load test tells the truth: its latencies beside theory and beside other tools.
+"""Latencies that the load test reports, beside theory and beside other tools.
+
+    python -m benchmarks.queueing
 
 A queue of known speed is asked by `stepdial loadtest`. What it reports of an open loop is set
 beside the same arrivals simulated and beside the formula of that queue (M/D/1), and what other
@@ -159,6 +161,7 @@ def _number(pattern: str, text: str) -> float:
 NAME = "queueing"
 WANTED = 0.05
 SERVICE_S = 0.02
+SECONDS = 600.0  # of each open loop
 LOADS = (0.5, 0.7)
 _USERS, _CLOSED_SERVICE_S = 8, 0.005
 _PEER_RATE_PER_S = 35.0
@@ -169,11 +172,8 @@ _ROBUST = ("mean", "p50", "p90")  # of which chance leaves little after some min
 
 
 def main(arguments: Sequence[str]) -> int:
-    made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--seconds", type=float, default=600.0, help="of each open loop (600)")
-    parsed = made.parse_args(arguments)
-    seconds = 6.0 if parsed.quick else parsed.seconds
-    return run(NAME, arguments, parsed, partial(measure, seconds))
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, 6.0 if parsed.quick else SECONDS))
 
 
 def measure(seconds: float, provenance: Provenance) -> Result:
@@ -206,7 +206,7 @@ def _measure(seconds: float, provenance: Provenance, conditions: Sequence[str]) 
     )
     return provenance.result(
         NAME,
-        "Whether the load test tells the truth",
+        "The load test beside theory and other tools",
         about,
         [Table(caption, columns, [row for rows, _ in theory for row in rows]), peers],
         [*(target for _, found in theory for target in found), *peer_targets],

@@ -1,8 +1,10 @@
-"""How true `Retry-After` is: bursts that fill the queue, and what became of those in it.
+"""The wait that `Retry-After` tells, beside the true one.
 
-The wait that a refused request was told is compared with the time until it would have had its turn
-in a queue with a place for it: behind all that had been taken in before, and behind those refused
-before, who were told to come back first.
+    python -m benchmarks.refusals [--bundles FOLDER ...]
+
+Bursts fill the queue. The wait that a refused request was told is compared with the time until it
+would have had its turn in a queue with a place for it: behind all that had been taken in before,
+and behind those refused before, who were told to come back first.
 """
 
 import re
@@ -102,7 +104,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     )
     return provenance.result(
         NAME,
-        "How true Retry-After is",
+        "Retry-After beside the true wait",
         f"Bursts of {BURST} requests for a queue of {PLACES}. The true wait of a refused request "
         "is the time until all that had been taken in before was answered, of generations had "
         "begun; and for each that was refused before, the time that one of those took. "

@@ -1,8 +1,10 @@
-"""Whether an answer depends on who shares its batch: the same requests again, in other company.
+"""Whether an answer depends on what else is in its batch: the same requests, alone and together.
+
+    python -m benchmarks.replays
 
 Requests of every rung, greedy and sampled, with prompts of all lengths. Each is answered once
-alone. Then they are asked again and again, in random order and at random moments, some cut off by
-their clients on the way. Every token must be the same.
+alone. Then they are asked again and again, in random order and at random moments, some cancelled
+on the way. Every token must be the same.
 """
 
 import random
@@ -105,7 +107,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     columns = ("model", "precision", "replays", "answered", "the same as alone")
     return provenance.result(
         NAME,
-        "Answers in other company",
+        "The same answers, alone and in batches",
         f"{REQUESTS} requests of all rungs, greedy and sampled, asked {AT_ONCE} at a time; "
         f"{LEFT_SHARE:.0%} of the clients leave on the way.",
         [Table("", columns, rows)],

@@ -1,5 +1,8 @@
 """Runs the benchmarks, each in a process of its own, and writes RESULTS.md from what they kept.
 
+    python benchmarks/run.py [NAME ...] [--quick]
+    python benchmarks/run.py --page                   # measure nothing, write RESULTS.md again
+
 Results of scripts that are not run here are shown as well.
 """
 

@@ -1,4 +1,6 @@
-"""What a process holds that serves a whole ladder, beside one that serves a single rung.
+"""Memory of a process that serves all rungs of a bundle, beside one that serves a single rung.
+
+    python -m benchmarks.served_memory
 
 Each case is a process of its own, with the settings of a server: it opens the bundle, warms up
 every rung, and answers once at each. Beside it stands a process that only imports. HTTP is

@@ -2,14 +2,15 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.lab import ROOT
@@ -166,3 +167,95 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+# A server of any kind, as the tree of processes that it is.
+
+
+_POLL_S = 0.01
+_KILL_S = 10.0
+
+
+@dataclass(slots=True)
+class Tree:
+    """A process and everything that it started, also what outlived what started it."""
+
+    process: "subprocess.Popen[bytes]"
+    _seen: dict[int, str] = field(default_factory=dict)  # by process, when that began
+
+    def members(self) -> list[int]:
+        """Those that live."""
+        self.process.poll()  # else it would stay as a zombie
+        children: dict[int, list[int]] = {}
+        began: dict[int, str] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                state, parent, *rest = path.read_text("utf-8").rpartition(")")[2].split()
+                if state != "Z":
+                    pid = int(path.parent.name)
+                    children.setdefault(int(parent), []).append(pid)
+                    began[pid] = rest[17]
+        known = [self.process.pid, *(pid for pid, at in self._seen.items() if began.get(pid) == at)]
+        found: set[int] = set()
+        while known:
+            pid = known.pop()
+            if pid in began and pid not in found:
+                found.add(pid)
+                known += children.get(pid, [])
+        self._seen |= {pid: began[pid] for pid in found}
+        return sorted(found)
+
+    def memory_mb(self) -> tuple[float, float]:
+        """RSS and PSS of all; the first counts what they share again and again."""
+        sizes = []
+        for pid in self.members():
+            with suppress(OSError):  # it has ended since
+                sizes.append(process_memory(pid))
+        return sum(one.rss for one in sizes) / 1e6, sum(one.pss for one in sizes) / 1e6
+
+    def cpu_s(self) -> float:
+        """The processor time that those that live have taken."""
+        spent_s = 0.0
+        for pid in self.members():
+            with suppress(OSError):  # it has ended since
+                spent_s += process_cpu_s(pid)
+        return spent_s
+
+    def gone_s(self, patience_s: float) -> float | None:
+        """Wait until no process is left, and say how long; None if some stay."""
+        begun_s = time.perf_counter()
+        while self.members():
+            if time.perf_counter() - begun_s > patience_s:
+                return None
+            time.sleep(_POLL_S)
+        return time.perf_counter() - begun_s
+
+    def end(self, patience_s: float = 15.0) -> None:
+        """Ask it to end, then make it."""
+        self.members()
+        self.process.terminate()
+        # What has outlived it was told by nobody.
+        if self.process.poll() is not None or self.gone_s(patience_s) is None:
+            for pid in self.members():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        # One that is killed lives until the kernel has taken it apart.
+        if self.gone_s(_KILL_S) is None:
+            raise TimeoutError(f"cannot be killed: {self.members()}")
+        # Its first thread may have gone before the others.
+        self.process.wait(_KILL_S)
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> "subprocess.Popen[bytes]":
+    """A process in a session of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=log.parent,  # some leave files where they were started
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

@@ -1,4 +1,7 @@
-"""Many clients for minutes or hours: errors, the server's memory, its latency and its gauges.
+"""Errors, memory, latency and gauges of the server under many clients, for minutes or hours.
+
+    python -m benchmarks.soak                                       # two minutes, a closed loop
+    python -m benchmarks.soak --hours 2 --load 0.7 --keep FILE      # an open loop
 
 Each client mixes texts and answers, whole and streamed, checks every answer, and sometimes leaves.
 """
@@ -45,7 +48,7 @@ _MAX_TEXTS, _MAX_TOKENS = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Callee:
+class Asked:
     """A model, and the words of the longest text that it reads without cutting it."""
 
     manifest: Manifest
@@ -59,30 +62,30 @@ class Callee:
         return cls(bundle.manifest, tuple(longest.split(" ")))
 
 
-def callees_of(bundles: Iterable[Bundle]) -> list[Callee]:
+def asked_of(bundles: Iterable[Bundle]) -> list[Asked]:
     """Those that read any words. Others of the zoo are served, and not asked."""
-    return [Callee.of(one) for one in bundles if one.manifest.task in ("classify", "generate")]
+    return [Asked.of(one) for one in bundles if one.manifest.task in ("classify", "generate")]
 
 
 class Caller:
     """What one client asks, drawn by chance, and whether the answer is right."""
 
-    def __init__(self, callees: Sequence[Callee], seed: int) -> None:
-        self._callees = callees
+    def __init__(self, models: Sequence[Asked], seed: int) -> None:
+        self._models = models
         self._random = random.Random(seed)
 
     def ask(self, client: Client) -> str:
         """One request; the name of what came of it. UnexpectedAnswer if that is wrong."""
-        callee = self._random.choice(self._callees)
-        steps = self._random.choice(callee.manifest.steps)
+        model = self._random.choice(self._models)
+        steps = self._random.choice(model.manifest.steps)
         leave = self._random.random() < _LEAVE
-        if callee.manifest.task == "classify":
-            return self._classify(client, callee, steps, leave)
-        return self._generate(client, callee.manifest, steps, leave)
+        if model.manifest.task == "classify":
+            return self._classify(client, model, steps, leave)
+        return self._generate(client, model.manifest, steps, leave)
 
-    def _classify(self, client: Client, callee: Callee, steps: int, leave: bool) -> str:
-        manifest, count = callee.manifest, self._random.randint(1, _MAX_TEXTS)
-        texts = [self._text(callee.words) for _ in range(count)]
+    def _classify(self, client: Client, model: Asked, steps: int, leave: bool) -> str:
+        manifest, count = model.manifest, self._random.randint(1, _MAX_TEXTS)
+        texts = [self._text(model.words) for _ in range(count)]
         body = {"model": manifest.name, "input": texts, "steps": steps}
         if leave:
             return self._leave(client, "/v1/classify", body)
@@ -164,8 +167,8 @@ GAUGES_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
-    """One look at a server."""
+class Snapshot:
+    """What a server holds at a time."""
 
     at_s: float
     held_mb: float
@@ -177,7 +180,7 @@ class Pulse:
     cache_mb: float
 
     @classmethod
-    def of(cls, server: Server, at_s: float) -> "Pulse":
+    def of(cls, server: Server, at_s: float) -> Self:
         memory, process = server.memory(), Path(f"/proc/{server.pid}")
         with Client.of(server) as client:
             gauges = read_gauges(client.get("/metrics"))
@@ -271,7 +274,7 @@ def _blocks(values: Sequence[tuple[float, float]]) -> list[Sequence[tuple[float,
 
 
 LONG_NAME = "long_soak"
-LONG_CLIENTS, LOAD, CAPACITY_S, PULSE_S, MINUTE_S = 64, 0.7, 30.0, 10.0, 60.0
+LONG_CLIENTS, LOAD, CAPACITY_S, SNAPSHOT_S, MINUTE_S = 64, 0.7, 30.0, 10.0, 60.0
 WARM_SHARE, WARM_S = 0.1, 600.0  # of the whole, and at most: left out of all trends
 WANTED_MB_PER_HOUR, WANTED_P99_RATIO, WANTED_MORE = 1.0, 1.2, 2
 KINDS = ("classify", "generate", "generate, streamed")
@@ -282,11 +285,11 @@ class Run:
     """What was seen, and where each minute of it is kept."""
 
     keep: Path
-    pulses: list[Pulse] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     minutes: list[dict[str, Any]] = field(default_factory=list)
 
     def look(self, server: Server, at_s: float) -> None:
-        self.pulses.append(Pulse.of(server, at_s))
+        self.snapshots.append(Snapshot.of(server, at_s))
 
     def end_minute(self, number: int, crowd: Crowd) -> None:
         """Sum up the answers that were due in a minute, and write it down."""
@@ -296,7 +299,7 @@ class Run:
         for kind in KINDS:
             ms = [1000 * one.latency_s for one in within if one.what == kind]
             line[kind] = [len(ms), *(round(percentile(ms, p), 2) for p in (0.5, 0.99) if ms)]
-        line["pulse"] = self.pulses[-1].to_json()
+        line["snapshot"] = self.snapshots[-1].to_json()
         self.minutes.append(line)
         with self.keep.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -305,24 +308,24 @@ class Run:
 def measure_long(
     chosen: Options, seconds: float, load: float, keep: Path, provenance: Provenance
 ) -> Result:
-    callees = callees_of(chosen.read())
+    models = asked_of(chosen.read())
     keep.write_text("", encoding="utf-8")
     print(f"a line a minute is kept in {keep}", flush=True)
     with running_server(chosen.bundles) as server:
         capacity_s = min(CAPACITY_S, seconds / 4)
-        capacity = _capacity(server, callees, capacity_s)
+        capacity = _capacity(server, models, capacity_s)
         settled_gauges(server)
-        before = Pulse.of(server, 0.0)
+        before = Snapshot.of(server, 0.0)
         rate = load * capacity
         print(f"{capacity:.1f} answers a second at most; now {rate:.1f} are asked", flush=True)
-        run, crowd = _long_load(server, callees, rate, seconds, keep)
+        run, crowd = _long_load(server, models, rate, seconds, keep)
         gauges = settled_gauges(server)
-        after = Pulse.of(server, time.perf_counter() - crowd.begun_s)
+        after = Snapshot.of(server, time.perf_counter() - crowd.begun_s)
         logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
     wrong = [*_said(crowd.errors[:8]), *(f"the server logged: {line}" for line in logged[:8])]
-    lasted_s = run.pulses[-1].at_s if run.pulses else 0.0
+    lasted_s = run.snapshots[-1].at_s if run.snapshots else 0.0
     warm_s = min(WARM_S, WARM_SHARE * lasted_s)
-    held = [(one.at_s, one.held_mb) for one in run.pulses if one.at_s >= warm_s]
+    held = [(one.at_s, one.held_mb) for one in run.snapshots if one.at_s >= warm_s]
     memory = trend(floors(held))
     slow = {kind: _halves(crowd.answered, kind, warm_s) for kind in KINDS}
     tables = [
@@ -332,7 +335,7 @@ def measure_long(
             f"out of the slopes ({warm_s:.0f} s). Intervals are of 95 %. Caches come and go with "
             "requests, so the slope that counts is that of the least in each twentieth.",
             ("what", "idle, before", "median", "most", "idle, after", "an hour", "from", "to"),
-            [*_held_rows(before, run.pulses, after, warm_s), _least_row(held, memory)],
+            [*_held_rows(before, run.snapshots, after, warm_s), _least_row(held, memory)],
         ),
         Table(
             "Milliseconds from when a request was due; the halves are medians of the p99 of "
@@ -358,8 +361,8 @@ def _targets(
     logged: Sequence[str],
     memory: Trend,
     slow: dict[str, list[float]],
-    before: Pulse,
-    after: Pulse,
+    before: Snapshot,
+    after: Snapshot,
     gauges: dict[str, float],
 ) -> list[Target]:
     more = "more than before"
@@ -379,10 +382,10 @@ def _targets(
     ]
 
 
-def _capacity(server: Server, callees: Sequence[Callee], seconds: float) -> float:
+def _capacity(server: Server, models: Sequence[Asked], seconds: float) -> float:
     """Answers a second when all clients ask again as soon as they are answered."""
     begun_s = time.perf_counter()
-    asks = [Caller(callees, 1000 + seed).ask for seed in range(LONG_CLIENTS // 2)]
+    asks = [Caller(models, 1000 + seed).ask for seed in range(LONG_CLIENTS // 2)]
     with Crowd(server, asks, seconds=seconds) as crowd:
         pass
     if crowd.errors:
@@ -400,31 +403,31 @@ def _said(errors: Sequence[Exception]) -> list[str]:
 
 
 def _long_load(
-    server: Server, callees: Sequence[Callee], rate: float, seconds: float, keep: Path
+    server: Server, models: Sequence[Asked], rate: float, seconds: float, keep: Path
 ) -> tuple[Run, Crowd]:
     """Load the server until the time is over, or somebody presses Ctrl-C."""
     run, due = Run(keep), arrivals(rate, seconds, random.Random(1))
     with Crowd(
-        server, [Caller(callees, seed).ask for seed in range(LONG_CLIENTS)], due=due
+        server, [Caller(models, seed).ask for seed in range(LONG_CLIENTS)], due=due
     ) as crowd:
         try:
-            _watch(server, crowd, run, min(PULSE_S, seconds / 40))
+            _watch(server, crowd, run, min(SNAPSHOT_S, seconds / 40))
         except KeyboardInterrupt:
             print("stopped; the result is that of the time until now", file=sys.stderr)
             crowd.stop()
     return run, crowd
 
 
-def _watch(server: Server, crowd: Crowd, run: Run, pulse_s: float) -> None:
+def _watch(server: Server, crowd: Crowd, run: Run, every_s: float) -> None:
     """Look at the server again and again, and end minutes once their answers have come."""
     looks = minutes = 0
     while crowd.asking:
         run.look(server, time.perf_counter() - crowd.begun_s)
         looks += 1
-        if run.pulses[-1].at_s >= (minutes + 1.5) * MINUTE_S:
+        if run.snapshots[-1].at_s >= (minutes + 1.5) * MINUTE_S:
             run.end_minute(minutes, crowd)
             minutes += 1
-        time.sleep(max(0.0, crowd.begun_s + looks * pulse_s - time.perf_counter()))
+        time.sleep(max(0.0, crowd.begun_s + looks * every_s - time.perf_counter()))
     run.end_minute(minutes, crowd)
 
 
@@ -441,13 +444,13 @@ def _long_load_rows(
 
 
 def _held_rows(
-    before: Pulse, pulses: Sequence[Pulse], after: Pulse, warm_s: float
+    before: Snapshot, snapshots: Sequence[Snapshot], after: Snapshot, warm_s: float
 ) -> list[Sequence[Cell]]:
     names = {"held_mb": "RSS, MB", "pss_mb": "PSS, MB", "files": "files", "threads": "threads"}
     names |= {"in_flight": "requests", "queue_depth": "waiting", "cache_mb": "caches, MB"}
     rows: list[Sequence[Cell]] = []
     for name, shown in names.items():
-        values = [(one.at_s, float(getattr(one, name))) for one in pulses if one.at_s >= warm_s]
+        values = [(one.at_s, float(getattr(one, name))) for one in snapshots if one.at_s >= warm_s]
         found = trend(values)
         middle, most = statistics.median(v for _, v in values), max(v for _, v in values)
         cells = (getattr(before, name), middle, most, getattr(after, name))
@@ -486,14 +489,6 @@ CLIENTS, SECONDS, SETTLE_S = 64, 120.0, 5.0
 WANTED_IDLE_MB, WANTED_LOADED_MB, WANTED_GROWTH_MB = 400, 600, 10
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The memory of the server at a time."""
-
-    at_s: float
-    memory: Memory
-
-
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
     made.add_argument("--hours", type=float, default=0.0, help="so long, in an open loop")
@@ -509,25 +504,25 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(chosen: Options, provenance: Provenance) -> Result:
     clients, seconds = (8, 2.0) if chosen.quick else (CLIENTS, SECONDS)
-    callees = callees_of(chosen.read())
+    models = asked_of(chosen.read())
     settle_s = 0.2 if chosen.quick else SETTLE_S
     with running_server(chosen.bundles) as server:
         time.sleep(settle_s)
         idle = server.memory()
         # What a first load leaves behind is kept for the next one; only what a second one adds
         # to it would grow for ever.
-        warming, _ = _load(server, callees, clients, seconds / 2)
+        warming, _ = _load(server, models, clients, seconds / 2)
         warming_gauges = settled_gauges(server)
         time.sleep(settle_s)
         between = server.memory()
         begun_s = time.perf_counter()
-        crowd, samples = _load(server, callees, clients, seconds)
+        crowd, samples = _load(server, models, clients, seconds)
         elapsed_s = time.perf_counter() - begun_s
         gauges = settled_gauges(server)
         time.sleep(settle_s)
         after = server.memory()
         logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
-    most = max(samples, key=lambda sample: sample.memory.rss).memory
+    most = max((memory for _, memory in samples), key=lambda memory: memory.rss)
     errors = _said(warming.errors + crowd.errors)
     tables = [
         Table("The load.", ("what", "measured"), _load_rows(crowd, elapsed_s, samples)),
@@ -570,29 +565,35 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
 
 
 def _load(
-    server: Server, callees: Sequence[Callee], clients: int, seconds: float
-) -> tuple[Crowd, list[Sample]]:
-    """Load the server; what came of it, and its memory meanwhile."""
+    server: Server, models: Sequence[Asked], clients: int, seconds: float
+) -> tuple[Crowd, list[tuple[float, Memory]]]:
+    """Load the server; what came of it, and its memory meanwhile, after so many seconds."""
     samples = []
-    asks = [Caller(callees, seed).ask for seed in range(clients)]
+    asks = [Caller(models, seed).ask for seed in range(clients)]
     with Crowd(server, asks, seconds=seconds) as crowd:
         for count in itertools.count(1):
-            samples.append(Sample(time.perf_counter() - crowd.begun_s, server.memory()))
+            samples.append((time.perf_counter() - crowd.begun_s, server.memory()))
             if not crowd.asking:
                 break
             due_s = crowd.begun_s + count * min(1.0, seconds / 10)
             time.sleep(max(0.0, due_s - time.perf_counter()))
-    return crowd, [sample for sample in samples if sample.at_s <= seconds]
+    return crowd, [(at_s, memory) for at_s, memory in samples if at_s <= seconds]
 
 
-def _load_rows(crowd: Crowd, elapsed_s: float, samples: Sequence[Sample]) -> list[Sequence[Cell]]:
+def _load_rows(
+    crowd: Crowd, elapsed_s: float, samples: Sequence[tuple[float, Memory]]
+) -> list[Sequence[Cell]]:
+    second_half = samples[len(samples) // 2 :]
+    slope = statistics.linear_regression(
+        [at_s for at_s, _ in second_half], [held_mb(memory) for _, memory in second_half]
+    ).slope
     rows: list[Sequence[Cell]] = [["requests answered", _answers(crowd)]]
     rows += [[f"... {kind}", count] for kind, count in sorted(crowd.kinds.items())]
     rows += [
         ["errors", len(crowd.errors)],
         ["seconds, the last answers included", elapsed_s],
         ["answers a second", _answers(crowd) / elapsed_s],
-        ["RSS slope over the second half, MB a minute", _slope_mb_per_s(samples) * 60],
+        ["RSS slope over the second half, MB a minute", 60 * slope],
     ]
     return rows
 
@@ -600,15 +601,6 @@ def _load_rows(crowd: Crowd, elapsed_s: float, samples: Sequence[Sample]) -> lis
 def _memory_row(when: str, memory: Memory) -> list[Cell]:
     sizes = (memory.rss, memory.pss, memory.swapped, memory.peak)
     return [when, *(size / 1e6 for size in sizes)]
-
-
-def _slope_mb_per_s(samples: Sequence[Sample]) -> float:
-    """Of a straight line through the second half of the samples."""
-    half = samples[len(samples) // 2 :]
-    slope, _ = statistics.linear_regression(
-        [sample.at_s for sample in half], [held_mb(sample.memory) for sample in half]
-    )
-    return slope
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The real server in front of a classifier that only waits: so long a call, and so long a row.
 
-What it serves is told by a bundle; the answers mean nothing. A process of its own, ended by a
-signal like `stepdial serve`.
+For other benchmarks (`benchmarks.server.running_stub`). What it serves is told by a bundle; the
+answers mean nothing. A process of its own, ended by a signal like `stepdial serve`.
 """
 
 import argparse
@@ -96,7 +96,6 @@ class StubModel:
 def main(arguments: Sequence[str]) -> int:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("bundle", type=Path, help="folder of the bundle whose place the stub takes")
-    made.add_argument("--port", type=int, default=0)
     made.add_argument("--call-ms", type=float, default=5.0)
     made.add_argument("--row-ms", type=float, default=0.5)
     parsed = made.parse_args(arguments)
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     bundle = read_bundle(parsed.bundle)
     model: Model = StubModel(bundle, parsed.call_ms / 1000, parsed.row_ms / 1000)
     catalog = Catalog([Served.open(bundle, model)])
-    settings = Settings(port=parsed.port)
+    settings = Settings(port=0)
     engine = Engine(catalog, settings.limits, Metrics())
     for served in catalog:
         measure_first_calls(served, engine.cost(served))

@@ -220,7 +220,7 @@ def _lost(kept: Kept) -> str:
     signals = kept.cell("drains", "signals", "time to finish")
     cut = kept.figure("drains", "streams with time that did not finish")
     kills = kept.cell("kills_server", "times", "server", "kills")
-    wrong = kept.figure("kills_server", "lost, wrong, half or left behind by a server")
+    wrong = kept.figure("kills_server", "server: lost, wrong, incomplete or left behind")
     return (
         f"{failed:.0f} requests in {swaps:.0f} swaps, {cut:.0f} streams in {signals:.0f} SIGTERMs; "
         f"{wrong:.0f} wrong answers in {kills:.0f} kill -9, which cut off what was under way"

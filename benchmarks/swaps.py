@@ -1,7 +1,9 @@
-"""A model is swapped again and again while clients stream from it: who is failed, cut off or wrong.
+"""Requests that fail, are cut off or answered wrongly while a model is swapped under load.
 
-Two versions of one model take turns; what each answers was asked of it alone before. No
-throughput is measured: loading takes what the answers leave.
+    python -m benchmarks.swaps
+
+Clients stream; two versions of one model take turns. What each version answers was asked of it
+alone before. No throughput is measured: loading takes what the answers leave.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""Training throughput beside a plain PyTorch loop that does the same arithmetic.
+"""Training iterations a second, beside a plain PyTorch loop that does the same arithmetic.
+
+    python -m benchmarks.throughput
 
 Both sides see the same model sizes, batches, Euler steps, transport cost, clipping and AdamW; the
 plain side is written out here with nothing of ours but the data. They take turns in one process.

@@ -1,4 +1,4 @@
-"""A stock Triton server against our own classifiers: the same answers from the same bundles?
+"""Whether a stock Triton server gives the answers of our own classifiers from the same bundles.
 
     python -m benchmarks.triton_repository [--tritonserver FILE] [--bundles FOLDER ...]
 
@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.lab import ZOO, Cell, Provenance, Table
+from benchmarks.lab import ZOO, Cell, Provenance, Table, bundles_in
 from benchmarks.server import free_ports
 from export.triton import graph_input, rung_name, text_name, write_repository
 from serve.bundle import Bundle, TextInput, read_bundle
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return ABSENT
-    bundles = [read_bundle(folder) for folder in parsed.bundles or _classifiers()]
+    bundles = [read_bundle(folder) for folder in parsed.bundles or bundles_in(ZOO)]
+    bundles = [bundle for bundle in bundles if bundle.manifest.task == "classify"]
     provenance = Provenance.now("triton_repository", arguments)
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
@@ -71,11 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--bundles", nargs="+", type=Path, metavar="FOLDER")
     return parser
-
-
-def _classifiers() -> list[Path]:
-    folders = [path.parent for path in sorted(ZOO.glob("*/manifest.json"))]
-    return [one for one in folders if read_bundle(one).manifest.task == "classify"]
 
 
 def _merge(bundle: Bundle, alone: Path, repository: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.gpu import engines, writing
-from benchmarks.lab import ZOO, Provenance, Table, markdown_table
+from benchmarks.lab import ZOO, Provenance, Table, bundles_in, markdown_table
 from serve.bundle import Bundle, BundleError, read_bundle
 from serve.runtime.tensorrt import open_cuda
 
@@ -27,7 +27,7 @@ WRONG, UNUSABLE, NO_GPU = 1, 2, 3
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parsed = _parser().parse_args(arguments)
-    folders = parsed.bundles or sorted(path.parent for path in ZOO.glob("*/manifest.json"))
+    folders = parsed.bundles or bundles_in(ZOO)
     try:
         bundles = [read_bundle(folder) for folder in folders]
     except BundleError as error:

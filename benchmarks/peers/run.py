@@ -1,4 +1,6 @@
-"""Seven servers with the same classifier, and three that write: one command, one machine, one run.
+"""Speed, memory and faults of seven servers with the same classifier, and of three that write.
+
+    python -m benchmarks.peers.run [--environments FOLDER] [--only NAME ...]
 
 Every server has an environment and a core of its own, the clients have the other cores. All are
 started in turn, again and again, and asked the same; the faults come at the last start of each.
@@ -62,7 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         choices=[*(one.name.lower() for one in PEERS), GENERATION],
         help="measure only these, and keep nothing unless --results says where: %(choices)s",
     )
-    made.add_argument("--steps", type=int, help="steps of the graph (default: all of the bundle)")
     made.add_argument(
         "--tokens",
         type=int,
@@ -92,7 +93,7 @@ def measure(
     provenance: Provenance,
 ) -> Result:
     bundle = chosen.read("classify")[0] if parsed.bundles else read_bundle(DEFAULT_BUNDLE)
-    steps = parsed.steps or bundle.manifest.full_steps
+    steps = bundle.manifest.full_steps
     names = parsed.only or [*(one.name.lower() for one in PEERS), GENERATION]
     model, cores = model_of(bundle, steps, parsed.tokens), Cores.of_machine()
     pythons, founds = _installed(environments, names)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.corruption import Victim, attempt, judge
+from benchmarks.corruption import BundleOpener, attempt, judge
 from serve.bundle import LATENCY_FILE, MANIFEST_FILE, SCHEMA_VERSION, BundleError, read_bundle
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / f"version-{SCHEMA_VERSION}"
@@ -26,12 +26,12 @@ def test_a_damaged_bundle_is_refused_or_harmless_and_never_kills() -> None:
 
 
 def test_a_process_that_dies_of_a_bundle_is_replaced(tmp_path: Path) -> None:
-    with Victim() as victim:
-        sound = victim.open(GOLDEN / "text")
-        victim.kill()
-        assert victim.open(GOLDEN / "text") == {"outcome": "died", "message": "ended by SIGKILL"}
-        assert victim.open(GOLDEN / "text")["answer"] == sound["answer"]
-        assert victim.open(tmp_path / "absent")["outcome"] == "refused"
+    with BundleOpener() as opener:
+        sound = opener.open(GOLDEN / "text")
+        opener.kill()
+        assert opener.open(GOLDEN / "text") == {"outcome": "died", "message": "ended by SIGKILL"}
+        assert opener.open(GOLDEN / "text")["answer"] == sound["answer"]
+        assert opener.open(tmp_path / "absent")["outcome"] == "refused"
 
 
 def test_what_counts_as_failed() -> None:

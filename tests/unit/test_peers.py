@@ -11,7 +11,7 @@ from benchmarks.lab import ROOT, Table
 from benchmarks.peers import report, run
 from benchmarks.peers.generation import ALONE, SERVED
 from benchmarks.peers.report import PLAIN, Found, not_first
-from benchmarks.peers.servers import PEERS, STEPDIAL, Cores, Environments, NotInstalled, Tree, start
+from benchmarks.peers.servers import PEERS, STEPDIAL, Cores, Environments, NotInstalled
 from benchmarks.peers.speed import (
     CLIENTS,
     LEAVE_AT,
@@ -22,6 +22,7 @@ from benchmarks.peers.speed import (
     Refusal,
     Speed,
 )
+from benchmarks.server import Tree, start
 from tests.fixtures.tiny_folders import classify_bundle
 
 BY_NAME = {one.name: one for one in PEERS}

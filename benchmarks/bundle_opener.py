@@ -1,6 +1,7 @@
-"""A process that opens bundles as a server does, and says what came of it; it may die of one.
+"""A process that opens bundles as a server does, and says what came of each.
 
-Reads a folder a line, and answers with a line of JSON.
+For `benchmarks.corruption` and `benchmarks.kills`: a bundle may crash it. Reads a folder a line,
+and answers with a line of JSON.
 """
 
 import hashlib
