@@ -3,11 +3,12 @@
     python -m benchmarks.deadlines [--data PATH]
 
 Requests come at random times, at multiples of the rate that the server sustains at full steps,
-which is measured first. Three servers, one after another: Stepdial, which chooses the steps; the
-same, told to take full steps; and one that takes every request in turn at full steps. PATH is the
-test set of the bundle, for its labels.
+which is measured first. Three ways to serve take turns: Stepdial, which chooses the steps; the
+same, told to take full steps; and a server that takes every request in turn at full steps. PATH is
+the test set of the bundle, for its labels.
 """
 
+import itertools
 import random
 import statistics
 import sys
@@ -30,15 +31,16 @@ from benchmarks.lab import (
     run,
 )
 from benchmarks.server import Server, running_server
+from benchmarks.soak import settled_gauges
 from benchmarks.texts import LabelledText, labelled_texts
 from serve.bundle import Bundle
 
 NAME = "deadlines"
 PATH = "/v1/classify"
 LOADS = (2, 4)
-DEADLINE_S, SECONDS = 0.25, 30.0
+DEADLINE_S, SECONDS, ROUNDS = 0.25, 30.0, 3
 ATTAINED = {2: 0.95, 4: 0.90}
-NAIVE = ("--queue-limit", "1000000", "--queue-wait-s", "86400", "--no-degrade")
+UNMANAGED = ("--queue-limit", "1000000", "--queue-wait-s", "86400", "--no-degrade")
 _COLUMNS = (
     *("server", "load", "requests", "in time", "refused", "admitted, in time", "p50 ms", "p99 ms"),
     *("refusals, p99 ms", "steps", "right"),
@@ -50,15 +52,15 @@ class Arm:
     """One way to serve."""
 
     name: str
-    fields: dict[str, Any]
-    flags: tuple[str, ...] = ()
+    fields: dict[str, Any]  # of each request
+    server: Server
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one run."""
+    """What came of all runs of one server at one load."""
 
-    shots: list[Shot]
+    shots: list[Shot] = field(default_factory=list)
     labels: dict[int, str | None] = field(default_factory=dict)
 
     @property
@@ -111,26 +113,26 @@ def main(arguments: Sequence[str]) -> int:
 def measure(chosen: Options, data: str | None, provenance: Provenance) -> Result:
     bundle = chosen.read("classify")[0]
     texts = labelled_texts(bundle, data)
-    seconds = 2.0 if chosen.quick else SECONDS
+    seconds, rounds = (2.0, 1) if chosen.quick else (SECONDS, ROUNDS)
     full = {"steps": bundle.manifest.full_steps}
     deadline = {"deadline_ms": 1000 * DEADLINE_S}
-    arms = (
-        Arm("Stepdial", deadline),
-        Arm("full steps, same admission", full | deadline),
-        Arm("full steps, one after another", full, NAIVE),
-    )
-    rows: list[Sequence[Cell]] = []
-    targets: list[Target] = []
-    rate = 0.0
-    for arm in arms:
-        with running_server([bundle.folder], *arm.flags) as server:
-            measured = _capacity(server, bundle, texts, 1.0 if chosen.quick else 8.0)
-            rate = rate or measured  # the same for all
-            for load in LOADS:
-                outcome = _run(server, bundle, texts, arm, load * rate, seconds)
-                rows.append(_row(arm, load, outcome))
-                if arm is arms[0]:
-                    targets += _targets(load, outcome)
+    folders = [bundle.folder]
+    with running_server(folders) as ours, running_server(folders, *UNMANAGED) as unmanaged:
+        arms = (
+            Arm("Stepdial", deadline, ours),
+            Arm("full steps, same admission", full | deadline, ours),
+            Arm("full steps, one after another", full, unmanaged),
+        )
+        capacity_s = 1.0 if chosen.quick else 8.0
+        rate, _ = (_capacity(one, bundle, texts, capacity_s) for one in (ours, unmanaged))
+        outcomes = {(arm.name, load): Outcome() for arm in arms for load in LOADS}
+        order = random.Random(5)
+        for number, load in itertools.product(range(rounds), LOADS):
+            for arm in order.sample(arms, len(arms)):
+                outcome = outcomes[arm.name, load]
+                _run(arm, bundle, texts, load * rate, seconds, random.Random(number), outcome)
+    rows = [_row(arm, load, outcomes[arm.name, load]) for arm in arms for load in LOADS]
+    targets = [each for load in LOADS for each in _targets(load, outcomes[arms[0].name, load])]
     caption = (
         f"Deadline {1000 * DEADLINE_S:g} ms, counted from when a request was due; {rate:.0f} "
         f"requests a second are what the server sustains at {bundle.manifest.full_steps} steps. "
@@ -140,29 +142,32 @@ def measure(chosen: Options, data: str | None, provenance: Provenance) -> Result
         NAME,
         "Deadlines under overload",
         f"Requests to `{bundle.manifest.name}` that come at random times, whatever became of those "
-        "before.",
+        f"before. {rounds} runs of {seconds:g} s for each server and load, in an order that "
+        "changes.",
         [Table(caption, _COLUMNS, rows)],
         targets,
     )
 
 
 def _run(
-    server: Server,
+    arm: Arm,
     bundle: Bundle,
     texts: Sequence[LabelledText],
-    arm: Arm,
     rate: float,
     seconds: float,
-) -> Outcome:
-    chance = random.Random(7)
-    outcome = Outcome([])
+    chance: random.Random,
+    outcome: Outcome,
+) -> None:
+    """One run, whose requests are added to the outcome."""
+    shots = []
     for due_s in arrivals(rate, seconds, chance):
         one = chance.choice(texts)
         shot = Shot(due_s, {"model": bundle.manifest.name, "input": one.text} | arm.fields)
-        outcome.shots.append(shot)
+        shots.append(shot)
         outcome.labels[id(shot)] = one.label
-    fire(server, PATH, outcome.shots, patience_s=4 * DEADLINE_S)
-    return outcome
+    fire(arm.server, PATH, shots, patience_s=4 * DEADLINE_S)
+    settled_gauges(arm.server)  # what nobody waits for any more is gone before the next run
+    outcome.shots += shots
 
 
 def _capacity(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import capacity
-from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result, Table
+from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result
 from benchmarks.texts import window_of
 from serve.bundle import Bundle, read_bundle
 from serve.bundle.manifest import steps_in_words
@@ -135,9 +135,8 @@ def _baselines() -> dict[str, Any]:
 
 
 @cache
-def _result(name: str) -> Result | None:
-    path = RESULTS / f"{name}.json"
-    return Result.read(path) if path.is_file() else None
+def _result(name: str) -> Result:
+    return Result.read(RESULTS / f"{name}.json")
 
 
 def _quality(name: str, steps: int) -> float:
@@ -151,30 +150,27 @@ def _baseline(name: str, kind: str) -> float | None:
 
 def _plain_logic() -> list[tuple[int, float]]:
     """Parameters and accuracy of plain models of one and four blocks, on the puzzles of `logic`."""
-    result = _result("dial_range_logic")
-    assert result is not None
-    rows = [_row(result.tables[0], row) for row in result.tables[0].rows]
-    found = {str(row["run"]): row for row in rows}
+    found = {str(row["run"]): row for row in _rows("dial_range_logic")}
     beside = [found[f"logic-plain{blocks}-s0"] for blocks in (1, 4)]
     return [(int(row["parameters"] or 0), float(row["value"] or 0)) for row in beside]
 
 
-def _row(table: Table, row: Sequence[Cell]) -> dict[str, Cell]:
-    return dict(zip(table.columns, row, strict=True))
+def _rows(name: str) -> list[dict[str, Cell]]:
+    """The first table of a result, by its columns."""
+    table = _result(name).tables[0]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def _compute_ms(model: str, request: str, steps: int) -> float | None:
-    """Of one answer on an otherwise idle server."""
-    result = _result("dial")
-    for row in result.tables[0].rows if result else ():
-        if (row[0], row[1]) == (f"{model}, {request}", steps):
-            return float(row[2] or 0)
+    """Of one answer on an otherwise idle server; None if it was not timed."""
+    for row in _rows("dial"):
+        if (row["request"], row["steps"]) == (f"{model}, {request}", steps):
+            return float(row["compute ms"] or 0)
     return None
 
 
 def _source(name: str) -> str:
     result = _result(name)
-    assert result is not None
     machine = f"{result.machine.cores} cores of {result.machine.cpu}"
     return f"`{result.command}` at {result.commit}, {result.date[:10]}, {machine}"
 
@@ -194,7 +190,7 @@ def why() -> str:
         f"{logic.full_steps}{_in_ms('logic', logic.full_steps, 2)}. A plain transformer of one "
         f"block and {small:,} parameters gets {_percent(at_small)}{_in_ms('logic-plain', 1, 2)}, "
         f"one of four blocks and {large:,} {_percent(at_large)}{_in_ms('logic-plain4', 1, 2)}; "
-        f"deeper ones were not trained.{_in_time_of_plain()}",
+        "deeper ones were not trained.",
         _overload(),
         "**You know what you get.** Every answer says how many steps it took, why, and the "
         "quality that this step count has on held-out data.",
@@ -246,68 +242,36 @@ def _shorter() -> str:
     return f"with 100 one step takes {ours:.1f} ms, the two layers {plain:.1f}. "
 
 
-def _in_time_of_plain() -> str:
-    """The most steps that take about as long as the larger plain model, if they beat it."""
-    request, logic = _REQUESTS["logic"], _bundle("logic").manifest
-    plain_ms = _compute_ms("logic-plain4", request, 1)
-    timed = {steps: _compute_ms("logic", request, steps) for steps in logic.steps}
-    within = [steps for steps, ms in timed.items() if ms and plain_ms and ms <= 1.05 * plain_ms]
-    if not within or plain_ms is None:
-        return ""
-    steps = max(within)
-    (_, _), (_, at_large) = _plain_logic()
-    if _quality("logic", steps) <= at_large:
-        return ""
-    return (
-        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) and take about as "
-        f"long ({timed[steps]:.2f} ms, against {plain_ms:.2f})."
-    )
-
-
 def _overload() -> str:
-    """Of all requests, or of right answers where the plain models took part."""
-    kept = _result("overload")
-    if kept is not None:
-        twice, four = _right_at(kept, "2 x"), _right_at(kept, "4 x")
-        return (
-            "**More right answers under overload.** At twice the load that the sudoku model "
-            f"sustains at 16 steps, requests with a deadline give {twice[0]} right cells a second "
-            f"in time, the better plain transformer {max(twice[2:], key=_number)}. At four times "
-            f"the load the plain one is ahead, {max(four[2:], key=_number)} to {four[0]}. If "
-            "only grids that are solved whole count, 16 steps for every request give the most "
-            "([all figures](docs/budgets.md#under-overload))."
-        )
-    chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
+    """Right cells a second of the dial beside the better plain transformer."""
+    (twice, plain_twice), (four, plain_four) = map(_right_at, ("2 x", "4 x"))
     return (
-        "**In time under overload.** With a deadline and twice the requests that it sustains at 8 "
-        f"steps, {chosen} are answered in time where the server chooses the steps. Always 8 steps: "
-        f"{fixed}; without deadlines {unmanaged}. (A plain model was not in that run.)"
+        "**More right answers under overload.** At twice the load that the sudoku model "
+        f"sustains at 16 steps, requests with a deadline give {twice:,.0f} right cells a second "
+        f"in time, the better plain transformer {plain_twice:,.0f}. At four times the load the "
+        f"plain one is ahead, {plain_four:,.0f} to {four:,.0f}. If only grids that are solved "
+        "whole count, 16 steps for every request give the most "
+        "([all figures](docs/budgets.md#under-overload))."
     )
 
 
-def _right_at(kept: Result, load: str) -> list[str]:
-    """Cells a second: steps by the server, always all, then the plain transformers."""
-    rows = [_row(kept.tables[0], row) for row in kept.tables[0].rows]
-    return [
-        f"{float(row['right positions a second'] or 0):,.0f}" for row in rows if row["load"] == load
+def _right_at(load: str) -> tuple[float, float]:
+    """Right cells a second: steps by the server, and the better of the plain transformers."""
+    # Steps by the server, always all, then the plain transformers.
+    dial, _, *plain = [
+        float(row["right positions a second"] or 0)
+        for row in _rows("overload")
+        if row["load"] == load
     ]
-
-
-def _number(shown: str) -> float:
-    return float(shown.replace(",", ""))
+    return dial, max(plain)
 
 
 def _deadline_rows(load: str) -> list[dict[str, Cell]]:
-    result = _result("deadlines")
-    assert result is not None
-    rows = [_row(result.tables[0], row) for row in result.tables[0].rows]
-    return [row for row in rows if row["load"] == load]
+    return [row for row in _rows("deadlines") if row["load"] == load]
 
 
 def overload() -> str:
     """What deadlines do to `logic` under load, beside plain transformers on the same server."""
-    kept = _result("overload")
-    assert kept is not None
     lines = [
         "| load | model | in time | steps (mean) | right cells a second | whole grids a second |",
         "|---|---|---:|---:|---:|---:|",
@@ -318,7 +282,7 @@ def overload() -> str:
         "logic-plain": "plain transformer, same size",
         "logic-plain4": "plain transformer, four times the size",
     }
-    for row in (_row(kept.tables[0], row) for row in kept.tables[0].rows):
+    for row in _rows("overload"):
         load = str(row["load"]).replace(" x", " times")
         figures = (
             f"{float(row['steps'] or 0):.1f}",
@@ -373,11 +337,10 @@ def models() -> str:
 
 def saved() -> str:
     """What fewer steps save: the time at 1, 2 and 4 steps beside that at the most."""
-    result = _result("dial")
-    assert result is not None
     times: dict[str, dict[int, float]] = {}  # as shares of the time of all steps, in turns
-    for row in result.tables[0].rows:
-        times.setdefault(str(row[0]), {})[int(row[1] or 0)] = float(row[3] or 0)
+    for row in _rows("dial"):
+        of_request = times.setdefault(str(row["request"]), {})
+        of_request[int(row["steps"] or 0)] = float(row["of the largest"] or 0)
     lines = ["| request | most steps | 1 | 2 | 4 |", "|---|---:|---:|---:|---:|"]
     for request, of in times.items():
         most = min(8, max(of))

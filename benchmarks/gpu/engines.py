@@ -5,14 +5,17 @@ bf16. Each is compared with the CPU on random rows of several sizes; a time is t
 calls, the copies to and from the GPU included.
 """
 
-import statistics
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from benchmarks.lab import interleave
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error, sample_tokens
 from serve.bundle import Bundle, BundleError, Manifest, TextInput
 from serve.runtime import OpenedModel, open_model
@@ -53,24 +56,38 @@ class Timed:
 def measure(
     bundle: Bundle, folder: Path, calls: int
 ) -> tuple[list[Timed], dict[str, str], dict[str, str]]:
-    """Every way at every rung; and why a way was refused here, or failed."""
+    """Every way at every rung, in turn; and why a way was refused here, or failed."""
     reference = open_model(bundle)
-    timed: list[Timed] = []
+    opened: dict[Way, tuple[OpenedModel, dict[int, float]]] = {}  # and errors, by steps
     skipped: dict[str, str] = {}
     broken: dict[str, str] = {}
     for way in ways(bundle, folder):
         try:
             model = way.open()
-            for steps in bundle.manifest.steps:
-                error = 0.0 if way.name == "cpu" else largest_error(model, reference, steps)
-                timed += [
-                    Timed(way.name, steps, rows, _median_ms(call, calls), error, way.tolerance)
-                    for rows, call in _calls(model, steps)
-                ]
+            errors = {
+                steps: 0.0 if way.name == "cpu" else largest_error(model, reference, steps)
+                for steps in bundle.manifest.steps
+            }
+            for steps, rows in itertools.product(bundle.manifest.steps, _ROWS):
+                for _ in range(_WARM_CALLS):
+                    _call(model, steps, rows)()
+            opened[way] = model, errors
         except BundleError as error:
             skipped[way.name] = str(error)
         except Exception as error:  # one way that fails must not hide what the others do
             broken[way.name] = f"{type(error).__name__}: {error}"
+    timed: list[Timed] = []
+    for steps, rows in itertools.product(bundle.manifest.steps, _ROWS):
+        times = interleave(
+            {way: partial(_ms, _call(model, steps, rows)) for way, (model, _) in opened.items()},
+            seconds=0,
+            least=calls,
+            most=calls,
+        )
+        timed += [
+            Timed(way.name, steps, rows, median(found), opened[way][1][steps], way.tolerance)
+            for way, found in times.items()
+        ]
     return timed, skipped, broken
 
 
@@ -92,19 +109,16 @@ def _open_engines(bundle: Bundle, folder: Path, precision: Precision) -> OpenedM
     return open_model(bundle, device=Device(engines=folder))
 
 
-def _calls(model: OpenedModel, steps: int) -> Iterator[tuple[int, Callable[[], object]]]:
-    """Calls of several sizes, of the greatest length."""
+def _call(model: OpenedModel, steps: int, rows: int) -> Callable[[], object]:
+    """A call with so many rows of the greatest length."""
     manifest = model.bundle.manifest
-    for rows in _ROWS:
-        taken = _rows(manifest, rows)
-        if manifest.task == "translate":
-            read = model.translator(steps).read
-            source = np.asarray(taken[0], dtype=np.int64)
-            answers = np.repeat(source[None, : manifest.target_max_tokens], rows, axis=0)
-            yield rows, lambda read=read, s=source, a=answers: read(s).follow(a)  # type: ignore[misc]  # defaults bind now
-        else:
-            forward = model.unrolled(steps).forward
-            yield rows, lambda forward=forward, taken=taken: forward(taken)  # type: ignore[misc]  # defaults bind now
+    taken = _rows(manifest, rows)
+    if manifest.task != "translate":
+        return partial(model.unrolled(steps).forward, taken)
+    read = model.translator(steps).read
+    source = np.asarray(taken[0], dtype=np.int64)
+    answers = np.repeat(source[None, : manifest.target_max_tokens], rows, axis=0)
+    return lambda: read(source).follow(answers)
 
 
 def _rows(manifest: Manifest, rows: int) -> RowArray:
@@ -114,12 +128,7 @@ def _rows(manifest: Manifest, rows: int) -> RowArray:
     return random.standard_normal((rows, *largest_row(manifest).shape)).astype(np.float32)
 
 
-def _median_ms(call: Callable[[], object], calls: int) -> float:
-    for _ in range(_WARM_CALLS):
-        call()
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1000
+def _ms(call: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - begun_s)

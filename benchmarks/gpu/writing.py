@@ -8,12 +8,13 @@ say what the arithmetic costs there, not what it is worth.
 """
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.lab import interleave
 from export.half import Half
 from export.half_bundle import halve_bundle
 from export.quality import compare
@@ -84,19 +86,31 @@ class Report:
 
 
 def measure(bundle: Bundle, folder: Path, rounds: int, peers_on: str = "cuda") -> Report:
-    """Every way at the default rung; `folder` is for the bundles that are made on the way."""
+    """Every way at the default rung, in turn; `folder` is for the bundles that are made for it."""
     report, steps = Report(), bundle.manifest.default_steps
     shape, reference = Shape.of(bundle, steps), open_model(bundle)
     rows = written_by(reference, steps, 4)
+    writes: dict[str, Write] = {}
+    against: dict[str, AgainstFp32] = {}
     for name, opening in ours(bundle, folder).items():
         with _reported(report, name):
             model = opening()
-            _, against = compare(model, reference, steps, [rows])
-            _time(report, name, shape, writer(model, shape), rounds, against)
-            model.close()
+            _, against[name] = compare(model, reference, steps, [rows])
+            writes[name] = _tried(writer(model, shape))
     for name, making in peers(shape, folder, peers_on).items():
         with _reported(report, name):
-            _time(report, name, shape, making(), rounds, None)
+            writes[name] = _tried(making())
+    for count in ROWS:
+        speeds = interleave(
+            {name: partial(_speed, write, count) for name, write in writes.items()},
+            seconds=0,
+            least=rounds,
+            most=rounds,
+        )
+        report.written += [
+            Written(name, steps, count, median(found), against.get(name))
+            for name, found in speeds.items()
+        ]
     return report
 
 
@@ -262,22 +276,13 @@ def plain_torch(shape: Shape, on: str, kind: torch.dtype) -> Write:
     return write
 
 
-def _time(
-    report: Report,
-    name: str,
-    shape: Shape,
-    write: Write,
-    rounds: int,
-    against: AgainstFp32 | None,
-) -> None:
+def _tried(write: Write) -> Write:
+    """The same, after a call of each size: what fails must not end the measurement of others."""
     for rows in ROWS:
-        write(rows)  # what is made only once
-        speeds = list(_speeds(write, rows, rounds))
-        report.written.append(Written(name, shape.steps, rows, statistics.median(speeds), against))
+        write(rows)
+    return write
 
 
-def _speeds(write: Write, rows: int, rounds: int) -> Iterator[float]:
-    for _ in range(rounds):
-        begun_s = time.perf_counter()
-        tokens = write(rows)
-        yield tokens / (time.perf_counter() - begun_s)
+def _speed(write: Write, rows: int) -> float:
+    begun_s = time.perf_counter()
+    return write(rows) / (time.perf_counter() - begun_s)
