@@ -175,7 +175,7 @@ def _copied(model: onnx.ModelProto, prefix: str, names: dict[str, str]) -> list[
     for node in model.graph.node:
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
-        copy.name = f"{prefix}/{node.name}"
+        copy.name = ""  # two nodes must not have one name
         for values in (copy.input, copy.output):
             for at, value in enumerate(values):
                 values[at] = f"{prefix}/{value}" if value in made else names.get(value, value)
