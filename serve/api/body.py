@@ -699,18 +699,16 @@ _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> BodyT:
     """The body, checked against the schema, whatever content type the client claims."""
     if exchange.query:
-        _check_query(exchange.query, schema)
+        check_query(exchange.query, schema.model_fields, "the JSON body")
     body = await read_body(exchange, reader)
     return await checked_json(exchange, body, schema, reader, explain)
 
 
-def _check_query(query: bytes, schema: type[BaseModel]) -> None:
+def check_query(query: bytes, fields: Collection[str], place: str) -> None:
     """Refuse fields of the body behind the `?`. Other names there may be a gateway's."""
     for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
-        if name in schema.model_fields:
-            raise InvalidField(
-                f"{name} in the URL is not read: send it in the JSON body", param=name
-            )
+        if name in fields:
+            raise InvalidField(f"{name} in the URL is not read: send it in {place}", param=name)
 
 
 async def checked_json(

@@ -28,6 +28,7 @@ from serve.api.body import (
     Reader,
     Timing,
     budget_of,
+    check_query,
     checked_json,
     describe_problem,
     read_body,
@@ -182,6 +183,7 @@ CLASSIFY = tuple(
     if name not in _SAID_ELSEWHERE | {"top_k", "trace"}
 )
 GENERATE = tuple(name for name in GenerateRequest.model_fields if name not in _SAID_ELSEWHERE)
+PARAMETERS = {*CLASSIFY, *GENERATE, BINARY_OUTPUT}
 # Triton's names for fields of ours.
 _OTHER_NAMES = {"timeout": "deadline_ms"}
 
@@ -507,6 +509,8 @@ async def read_inference(
     exchange: Exchange, reader: Reader
 ) -> tuple[InferRequest, list[memoryview | None]]:
     """The JSON of a request, and the bytes of each input that was sent as bytes."""
+    if exchange.query:  # clients of Triton take fields for it
+        check_query(exchange.query, PARAMETERS, "parameters of the JSON body")
     body = await read_body(exchange, reader)
     length = _header_length(exchange, len(body))
     text = body if length is None else body[:length]
@@ -597,6 +601,8 @@ def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
         return f"{path} is missing: send it"
     if problem["type"] != "extra_forbidden":
         return f"{path} {describe_problem(problem)}"
+    if schema is InferRequest and path in PARAMETERS:
+        return f"unknown field {path}: send it in parameters"
     parts = _PARTS if schema in _PARTS else (schema,)
     known = sorted({name for part in parts for name in part.model_fields})
     close = nearest(str(problem["loc"][-1]), known)

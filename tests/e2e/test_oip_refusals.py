@@ -133,6 +133,7 @@ def said(response: httpx.Response, says: str) -> None:
         ({"id": 7, "inputs": [tensor()]}, "id must be a string"),
         ({"inputs": [tensor()], "stepz": 1}, "unknown field stepz"),
         ({"inputs": [tensor()], "output": []}, "unknown field output: did you mean outputs?"),
+        ({"inputs": [tensor()], "steps": 2}, "unknown field steps: send it in parameters"),
         ({"inputs": [tensor(dataa=[])]}, "unknown field inputs[0].dataa: did you mean data?"),
         ({"inputs": [tensor(), tensor()]}, "inputs has 2 tensors named 'text': send one"),
         ({"inputs": [tensor(name="txet")]}, "'txet', but tiny-classify takes 'text' only"),
@@ -177,6 +178,15 @@ def test_what_is_wrong_with_json_is_said(raw: httpx.Client, body: Any, says: str
     response = raw.post(URL, content=sent)
     assert response.status_code == 400
     said(response, says)
+
+
+def test_a_parameter_in_the_url_is_told_where_it_belongs(client: Any) -> None:
+    tensors = [texts_in(["x"])]
+    asked = partial(client.infer, "tiny-classify", tensors)
+    status, message = refusal(lambda: asked(query_params={"steps": 2}))
+    assert status == "400"
+    assert message == "steps in the URL is not read: send it in parameters of the JSON body"
+    asked(query_params={"api-version": 7})  # a gateway's
 
 
 @pytest.mark.parametrize(
