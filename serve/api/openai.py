@@ -820,6 +820,8 @@ class ChatRequest(OpenAIFields):
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
+    prompt_cache_options: dict[str, str] | None = Field(None, description=_NO_MEANING)
+    prompt_cache_retention: str | None = Field(None, description=_NO_MEANING)
 
     def limit(self, most: int) -> int:
         """Most tokens to generate: as asked, else the default, at most the server's limit."""

@@ -219,6 +219,8 @@ def test_fields_that_change_nothing_are_taken(raw: httpx.Client) -> None:
         "store": False,
         "service_tier": "auto",
         "metadata": {"a": "b"},
+        "prompt_cache_options": {"ttl": "30m"},
+        "prompt_cache_retention": "24h",
         "user": "u",
         "stop": None,
         "n": None,
