@@ -89,6 +89,9 @@ def test_a_spreadsheet_may_separate_columns_by_semicolons(tmp_path: Path) -> Non
     path.write_text("text;label\na;b;c\n")
     with pytest.raises(DataError, match=r"row 1: 3 cells, but the header has 2: .* semicolons"):
         read_table(table(str(tmp_path)), "t.csv")
+    path.write_text("text\tlabel\na, b\t1\n")  # what separates columns is said
+    with pytest.raises(DataError, match=r"no column text and label; .* tabs in \.tsv"):
+        read_table(table(str(tmp_path)), "t.csv")
 
 
 def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
     for number, cells in enumerate(rows, 1):
         width = width or len(cells)
         if len(cells) != width:
+            if header is not None:  # cut at another separator, it lacks the columns
+                _row(dict.fromkeys(header), config, f"{path}, row {number}")
             first = "first row" if header is None else "header"
             raise DataError(
                 f"{path}, row {number}: {len(cells)} cells, but the {first} has {width}: put a "
