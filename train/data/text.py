@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from stepdial import install_command
 from train.data.batch import Batch, Sizes, as_tensor
-from train.data.tables import DataError, digest_of
+from train.data.tables import DataError, digest_of, not_utf8
 from train.recipe import DataConfig
 
 # Plain text to train, validate and test on: one text that is divided, or a file of each.
@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise not_utf8(path, error) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
 
