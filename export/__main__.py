@@ -75,7 +75,8 @@ def _parser() -> Options:
     export.add_argument(
         "--no-calibrate",
         action="store_true",
-        help="measure quality on one batch only; no latency, no thresholds for early answers",
+        help="for trials: quality is that of two held-out rows, so it and the default step count "
+        "mean nothing; no latency, no thresholds for early answers",
     )
     export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
     _add_plain(export)
