@@ -316,10 +316,19 @@ class ExportRequest:
     plain: tuple[Manifest, ...] = ()  # plain models of the same data, for the card
 
 
-def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
-    """Export a run, whose data is now at `data` if that is given; the sealed bundle."""
+def export_run(
+    run: Path,
+    request: ExportRequest,
+    data: str = "",
+    say: Say = print,
+    model: Stepped | None = None,
+) -> Bundle:
+    """Export a run, whose data is now at `data` if that is given; the sealed bundle.
+
+    With a model, of a run that trained one's own, that one with the weights of the run.
+    """
     say(f"reading {run} and its data")
-    model, recipe, tokenizer, facts = load_run(run)
+    model, recipe, tokenizer, facts = load_run(run, model)
     recipe = data_at(recipe, data)
     _ladder(model, recipe, request)
     check_target(request.target)

@@ -353,8 +353,8 @@ def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
     facts = {} if folder is None else read_facts(folder)
     if facts.get("own_model"):
         raise RunError(
-            f"{folder} trained a module of your own: build it and load {MODEL} into it, or pass it "
-            "to `train` to go on"
+            f"{folder} trained a module of your own: build it again and pass it, to `train` to go "
+            "on, to `evaluate_run` or to `export_run`; see docs/training.md"
         )
     if not (facts.get("otify") or facts.get("pretrained")):
         return build_model(recipe.model, sizes, recipe.steps)
@@ -374,15 +374,20 @@ class Run(NamedTuple):
     facts: dict[str, Any]
 
 
-def load_run(folder: Path) -> Run:
-    """The newest model of a run, in evaluation mode, with its recipe, tokenizer and facts."""
+def load_run(folder: Path, model: Stepped | None = None) -> Run:
+    """The newest model of a run, in evaluation mode, with its recipe, tokenizer and facts.
+
+    A model of one's own is passed as it was built; it gets the weights of the run.
+    """
     content = read_facts(folder)
     recipe = recipe_from(content["recipe"], str(folder / RECIPE))
     try:
         sizes = Sizes(**content["sizes"])
     except TypeError as error:
         raise RunError(_damaged(folder / RECIPE, error)) from None
-    model = new_model(folder, recipe, sizes)
+    if model is None:
+        model = new_model(folder, recipe, sizes)
+    model.dial, model.full = recipe.steps.dial, recipe.steps.full
     weights, iteration = _read(folder / MODEL)
     load_weights(model, weights)
     return Run(model.eval(), recipe, read_tokenizer(folder), content | {"iteration": iteration})

@@ -80,12 +80,14 @@ def evaluate_run(
     data: str = "",
     rows: int = 0,
     columns: Columns = AS_TRAINED,
+    model: Stepped | None = None,
 ) -> Report:
     """Measure every method at every step count; by default the method of the run's training.
 
-    With `rows`, on the first so many held-out ones, in whole batches; otherwise on all.
+    With `rows`, on the first so many held-out ones, in whole batches; otherwise on all. With a
+    model, of a run that trained one's own, that one with the weights of the run.
     """
-    model, recipe, tokenizer, facts = load_run(folder)
+    model, recipe, tokenizer, facts = load_run(folder, model)
     recipe = data_at(recipe, data, columns)
     # Each once: a way that is measured twice would count its rows twice.
     steps = list(dict.fromkeys(steps or ladder_of(recipe)))

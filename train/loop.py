@@ -7,6 +7,7 @@ and resumed reaches the weights of an uninterrupted one.
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -65,6 +67,8 @@ from train.quality import measure_model
 from train.recipe import FEWEST, OptimConfig, Recipe, RunConfig
 from train.schedule import progress, shortest_of, steps_of, turn_for
 
+_log = logging.getLogger("stepdial")
+
 # Whether a model that was made elsewhere can be trained as a recipe says, on its data.
 
 
@@ -88,6 +92,29 @@ def check_fits(model: Stepped, dataset: Dataset, recipe: Recipe) -> None:
         raise ValueError(
             f"the data pads with id {sizes.pad_id}, the model with {pad}: set pad_token_id"
         )
+    texts = sizes.vocabulary and sizes.classes and not sizes.length
+    if texts and _sees_padding(model, dataset, recipe.model.window):
+        _log.warning(
+            "the answer of this model to a text changes with the padding behind it, so with the "
+            "other texts of its batch: let the velocity and the head use the mask of padding, "
+            "which train.model.Embedding(..., pad_id=%d) gives them",
+            sizes.pad_id,
+        )
+
+
+def _sees_padding(model: Stepped, dataset: Dataset, window: int) -> bool:
+    """Whether a text that is shorter than the window is answered otherwise with padding behind."""
+    (tokens,) = dataset.batch(0, 1, 0).inputs  # (1, N)
+    padding = (0, window - tokens.shape[1])
+    learning = model.training
+    model.eval()
+    with torch.no_grad():
+        alone = model(tokens).logits
+        padded = model(F.pad(tokens, padding, value=dataset.sizes.pad_id)).logits
+    model.train(learning)
+    if alone.dim() == 3:  # a label a position
+        padded = padded[:, : tokens.shape[1]]
+    return not torch.allclose(alone, padded, rtol=1e-3, atol=1e-4)
 
 
 def _longest_row(dataset: Dataset, window: int) -> tuple[Tensor, ...]:

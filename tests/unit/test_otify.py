@@ -17,8 +17,9 @@ from tests.fixtures.tiny_runs import TINY, tiny_text_recipe  # noqa: E402
 from train.blocks import Attention  # noqa: E402
 from train.checkpoint import RunError, load_run  # noqa: E402
 from train.data import open_dataset  # noqa: E402
+from train.evaluate import evaluate_run  # noqa: E402
 from train.loop import train  # noqa: E402
-from train.model import OTTransformer  # noqa: E402
+from train.model import Embedding, OTTransformer, PooledHead  # noqa: E402
 from train.otify import otified_from, otify  # noqa: E402
 from train.recipe import Recipe, load_recipe  # noqa: E402
 
@@ -237,3 +238,30 @@ def test_a_module_of_ones_own_trains_but_is_not_made_again(recipe: Recipe, tmp_p
     train(recipe, tmp_path / "run", quiet=True, model=own)
     with pytest.raises(RunError, match="module of your own"):
         load_run(tmp_path / "run")
+    fresh = OTTransformer(nn.Embedding(answers, 8), nn.Linear(8, 8), nn.Linear(8, answers))
+    assert len(evaluate_run(tmp_path / "run", [1, 2], model=fresh).rows) == 2
+    assert all(map(torch.equal, own.state_dict().values(), fresh.state_dict().values()))
+    request = ExportRequest(tmp_path / "bundle", (1, 2), latency=False)
+    bundle = export_run(tmp_path / "run", request, say=lambda line: None, model=fresh)
+    assert bundle.manifest.steps == (1, 2)
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_a_model_that_sees_padding_is_warned_of(
+    heeded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labelled = load_recipe("parity", ["data.rows=40", "data.longest=4", "optim.iterations=1"])
+    sizes = open_dataset(labelled).sizes
+    embed: nn.Module = nn.Embedding(sizes.vocabulary, 8)
+    if heeded:
+        embed = Embedding(sizes.vocabulary, labelled.model.window, 8, sizes.pad_id)
+    head = PooledHead(8, sizes.classes, norm=True, pool="mean", dropout=0.5)
+    train(labelled, tmp_path / "run", quiet=True, model=OTTransformer(embed, Halved(), head))
+    assert ("changes with the padding" in caplog.text) != heeded
+
+
+class Halved(nn.Module):
+    """A velocity, whatever there is beside the state."""
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        return -x / 2
