@@ -147,7 +147,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         by_number = all(column.isdecimal() for column in arguments.text or [""])
         lines = _lines(source, name)
         if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
-            columns = [] if by_number else arguments.text or []
+            columns = [] if by_number else arguments.text or _expected(model)
             lines, separator = _separated(lines, separator, columns)
         header, rows = _rows(lines, separator, name, by_number)
         if by_number and separator and arguments.text not in (None, ["0"]):
@@ -156,16 +156,12 @@ def _predict(arguments: argparse.Namespace) -> int:
                 "it is a header, give the names of its columns",
                 file=sys.stderr,
             )
+        if header:  # before its rows: cut at another separator they are of no even width
+            _columns(model, arguments.text, header, name)
         first = next(rows, None)
         if first is None:
             raise ValueError(f"{name} has no rows")
-        columns = arguments.text or _columns(model, first[1], name)
-        missing = [column for column in columns if column not in first[1]]
-        if missing:
-            raise ValueError(
-                f"{name} has no column {', '.join(missing)}; it has "
-                f"{', '.join(first[1])}: name those of the texts with --text"
-            )
+        columns = _columns(model, arguments.text, list(first[1]), name)
         names = _added_columns(model)
         with _output(output) as target:
             write = _Writer(target, separator, header, names)
@@ -295,19 +291,32 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _columns(model: "LocalModel", first: dict[str, Any], name: str) -> list[str]:
-    """Those of the texts where none are named: as in training, or `text` if those had no names."""
-    columns = _trained_on(model)
-    if not all(column.isdecimal() for column in columns):
+def _columns(
+    model: "LocalModel", asked: list[str] | None, there: list[str], name: str
+) -> list[str]:
+    """Those of the texts, if the table has them."""
+    columns = asked or _expected(model)
+    missing = [column for column in columns if column not in there]
+    if not missing:
         return columns
-    if "text" in first:
-        return ["text"]
-    of = "column" if len(columns) == 1 else "columns"
+    trained = _trained_on(model)
+    if asked is None and columns != trained:
+        of = "column" if len(trained) == 1 else "columns"
+        raise ValueError(
+            f"{name} has {', '.join(there)}: name those of the texts with --text. The model was "
+            f"trained on {of} {', '.join(trained)} of a table without a header: for one like that "
+            "give these numbers"
+        )
     raise ValueError(
-        f"{name} has {', '.join(first)}: name those of the texts with --text. The model was "
-        f"trained on {of} {', '.join(columns)} of a table without a header: for one like that give "
-        "these numbers"
+        f"{name} has no column {', '.join(missing)}; it has {', '.join(there)}: name those of the "
+        "texts with --text. Commas or semicolons separate columns, tabs in .tsv"
     )
+
+
+def _expected(model: "LocalModel") -> list[str]:
+    """The columns where none are named: as in training, or `text` if those had no names."""
+    columns = _trained_on(model)
+    return ["text"] if all(column.isdecimal() for column in columns) else columns
 
 
 def _trained_on(model: "LocalModel") -> list[str]:

@@ -500,6 +500,9 @@ def test_a_table_with_semicolons_is_labelled_with_semicolons(
     source.write_text("id;text, raw\n1;Shares slide, oil too.\n")
     lines = predicted(source, "--text", "text, raw", capsys=capsys)
     assert lines[1].startswith("1;Shares slide, oil too.;")
+    source.write_text("text;note, raw\nShares slide, oil too.;1\n")  # the column of the training
+    lines = predicted(source, capsys=capsys)
+    assert lines[1].startswith("Shares slide, oil too.;1;")
     source.write_text("Shares slide; oil too.\n")  # a table of texts alone
     line, _ = predicted(source, "--text", "0", capsys=capsys)
     assert line.startswith("Shares slide; oil too.,")
@@ -512,6 +515,7 @@ def test_a_table_with_semicolons_is_labelled_with_semicolons(
         ("text\na\nb,c\n", (), "in.csv, row 2: 2 cells, but the first line has 1"),
         ("text,id,id\na,1,2\n", (), "two columns are called 'id': rename one"),
         ("text;id\na;1;2\n", (), "in.csv, row 1: 3 cells, but the first line has 2"),
+        ("text\tid\na, b\t1\n", (), "no column text; it has text\tid: name those of the texts"),
         ('text\na\n"b" c\n', (), "line 3: "),
         ('text\na\n"b\n', (), "is a quote of a text never closed?"),
         ("text\na\n\xe4\n", (), "not UTF-8"),
