@@ -139,7 +139,7 @@ class MetricsLog:
         write_atomically(path, lines.encode())
         self.cpu_s = max((record.get("cpu_s", 0.0) for record in kept), default=0.0)
         self._file = path.open("a", encoding="utf-8")
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

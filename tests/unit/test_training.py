@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.fixtures.tiny_runs import (
     tiny_label_recipe,
@@ -234,6 +235,9 @@ def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
     ]
     assert logged == [(20, False, True), (40, True, True)]
     assert read_metrics(run / "metrics.jsonl")[-1] == before
+    shown = EventAccumulator(str(run / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [20, 40]
     turns = [turn_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40)]
     spent = sum(sum(turn.counts) for turn in turns)
     assert before["evaluations"] == spent
