@@ -91,14 +91,28 @@ def test_a_hash_is_a_comment_before_a_text_and_a_word_within(tmp_path: Path) -> 
     assert [list(row.words) for row in rows] == [["Pay", "#", "1.8"], ["end"]]
 
 
+def test_between_tabs_a_word_may_hold_spaces(tmp_path: Path) -> None:
+    lines = ["# text =\tso", "1\t10 000\tNUM\tB", "2\teuros \tNOUN\tI", "", "1 5\u00a0000  NUM B"]
+    (tmp_path / "train.conll").write_text("\n".join(lines), encoding="utf-8")
+    columns = recipe_of(tmp_path, "data.text=1", "data.label=2").data
+    rows = read_tags(columns, "train.conll")
+    assert rows == [(["10 000", "euros"], ["NUM", "NOUN"]), (["5\u00a0000"], ["NUM"])]
+
+
 def test_a_word_may_have_no_label_but_a_label_has_its_word(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text('{"words": ["a", "b", "c"], "tags": ["X", null, "Y"]}')
+    path.write_text('{"words": ["a", "b", "c", 4], "tags": ["X", null, "Y", NaN]}')
     [row] = read_tags(recipe_of(tmp_path).data, "train.jsonl")
-    assert row.labels == ["X", None, "Y"]
-    path.write_text('{"words": ["a", null], "tags": ["X", "Y"]}')
-    with pytest.raises(DataError, match="line 1: a word is null"):
-        read_tags(recipe_of(tmp_path).data, "train.jsonl")
+    assert row == (["a", "b", "c", "4"], ["X", None, "Y", None])
+    for words, tags, said in (
+        ('["a", null]', '["X", "Y"]', "a word is null"),
+        ('["a", ["b"]]', '["X", "Y"]', "a word is a list"),
+        (r'["a", "\ud800"]', '["X", "Y"]', "a word has half a character"),
+        ('["a", "b"]', '["X", ["Y", "Z"]]', "a label is a list"),
+    ):
+        path.write_text(f'{{"words": {words}, "tags": {tags}}}')
+        with pytest.raises(DataError, match=f"line 1: {said}"):
+            read_tags(recipe_of(tmp_path).data, "train.jsonl")
 
 
 @pytest.mark.parametrize(

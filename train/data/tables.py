@@ -223,14 +223,22 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
 
 def _cell(record: Any, column: str, where: str) -> str:
     value = record[column] if isinstance(record, dict) else record[int(column)]
-    if value is None or value != value:  # null, or NaN
-        return ""
+    return "" if is_missing(value) else plain_text(value, f"{where}: {column}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell is null, or NaN."""
+    return value is None or bool(value != value)
+
+
+def plain_text(value: Any, what: str) -> str:
+    """A cell as text; `what` says where it stands."""
     if isinstance(value, list | dict):
-        raise DataError(f"{where}: {column} is a {type(value).__name__}; give a text or a number")
-    cell = str(value)
-    if not cell.isascii() and any("\ud800" <= character <= "\udfff" for character in cell):
-        raise DataError(f"{where}: {column} has half a character (a lone surrogate); repair it")
-    return cell
+        raise DataError(f"{what} is a {type(value).__name__}; give a text or a number")
+    text = str(value)
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{what} has half a character (a lone surrogate); repair it")
+    return text
 
 
 # The order of rows: epochs that are a function of (seed, epoch), in batches of like length.

@@ -1,12 +1,14 @@
 """Texts with one label a word: files of them, and the data set that a tagger learns from.
 
 A file is .jsonl, with a list of words and a list of labels of the same length in each row, or
-CoNLL: a word a line, its columns separated by spaces or tabs, and an empty line behind each text.
-A word's label stands at its first token; its other tokens count for nothing.
+CoNLL: a word a line, its columns separated by tabs, or by spaces where there is no tab, and an
+empty line behind each text. A word's label stands at its first token; its other tokens count for
+nothing.
 """
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,9 +22,11 @@ from train.data.tables import (
     Shuffle,
     digest_of,
     divide,
+    is_missing,
     not_utf8,
     open_text,
     plain_name,
+    plain_text,
     table_path,
 )
 from train.data.text import Ids, train_tokenizer
@@ -82,10 +86,12 @@ def _from_json(line: str, config: DataConfig, where: str) -> Tagged:
         ) from None
     if not (isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0):
         raise DataError(f"{where}: expected as many labels as words, each a list that is not empty")
-    if None in words:
+    if any(map(is_missing, words)):
         raise DataError(f"{where}: a word is null; give it a text or remove it with its label")
-    known = [None if label is None else str(label) for label in labels]
-    return Tagged([str(word) for word in words], known)
+    return Tagged(
+        [plain_text(word, f"{where}: a word") for word in words],
+        [None if is_missing(label) else plain_text(label, f"{where}: a label") for label in labels],
+    )
 
 
 def _from_conll(
@@ -96,8 +102,10 @@ def _from_conll(
     words: list[str] = []
     labels: list[str | None] = []
     for number, line in lines:
-        cells = line.split()
-        comment = not words and cells[:1] == ["#"]  # within a text, # is a word like others
+        line = line.strip()
+        # Between tabs a word may hold spaces, as in "10 000".
+        cells = re.split(" *\t *" if "\t" in line else " +", line) if line else []
+        comment = not words and line.split()[:1] == ["#"]  # within a text, # is a word like others
         if cells and cells[0] != "-DOCSTART-" and not comment:
             try:
                 words.append(cells[int(at)])
