@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.arrays import ImageDataset, PointDataset, shifted
+from train.data.arrays import ImageDataset, PointDataset, shifted, unit_sphere
 from train.data.tables import divide
 from train.recipe import DataConfig
 
@@ -93,6 +93,14 @@ def test_a_cloud_is_centred_with_its_farthest_point_at_one(tmp_path: Path) -> No
         torch.testing.assert_close(points.mean(1), torch.zeros(len(points), 3), atol=1e-6, rtol=0)
         farthest = points.norm(dim=2).amax(1)
         torch.testing.assert_close(farthest, torch.ones(len(points)))
+
+
+def test_a_cloud_far_from_the_origin_keeps_its_form() -> None:
+    """As the server keeps it: coordinates of a map in metres."""
+    near = np.random.default_rng(2).normal(size=(2, 9, 3))
+    far = near + np.array([691_000.0, 5_334_000.0, 500.0])
+    np.testing.assert_allclose(unit_sphere(far), unit_sphere(near), atol=1e-6)
+    assert unit_sphere(far).dtype == np.float32
 
 
 def test_points_are_drawn_anew_for_each_cloud_in_training_only(tmp_path: Path) -> None:

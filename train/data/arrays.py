@@ -319,11 +319,12 @@ class PointDataset:
 
 def unit_sphere(clouds: np.ndarray) -> np.ndarray:
     """Each cloud (B, P, dimensions) centred on its mean, its farthest point at distance 1."""
-    clouds = clouds.astype(np.float32)
+    # In float64, if the file has it: coordinates of a map are large, and differ by little.
+    clouds = clouds.astype(np.promote_types(clouds.dtype, np.float32))
     clouds = clouds - clouds.mean(1, keepdims=True)
     farthest = np.linalg.norm(clouds, axis=2).max(1)  # (B,)
     farthest[farthest == 0] = 1.0  # all points in one place
-    scaled: np.ndarray = clouds / farthest[:, None, None]
+    scaled: np.ndarray = (clouds / farthest[:, None, None]).astype(np.float32)
     return scaled
 
 
