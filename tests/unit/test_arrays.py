@@ -1,5 +1,6 @@
 """Images and clouds to train on: scaled always, and moved, mirrored or drawn in training only."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.arrays import ImageDataset, PointDataset, shifted, unit_sphere
+from train.data.arrays import ImageDataset, PointDataset, read_array, shifted, unit_sphere
+from train.data.batch import Batch
 from train.data.tables import divide
 from train.recipe import DataConfig
 
@@ -30,6 +32,51 @@ def test_pixels_have_the_mean_and_deviation_that_are_named(tmp_path: Path) -> No
     scaled = dataset(tmp_path, mean=(0.1, 0.2, 0.3), std=(0.5, 1.0, 2.0)).batch(0, 8, 0).inputs[0]
     for channel, (mean, std) in enumerate(((0.1, 0.5), (0.2, 1.0), (0.3, 2.0))):
         torch.testing.assert_close(scaled[:, channel], (pixels[:, channel] - mean) / std)
+
+
+def test_channels_come_first_and_rows_stay_rows(tmp_path: Path) -> None:
+    data = dataset(tmp_path, mean=(0.0,) * 3, std=(1.0,) * 3)
+    with np.load(tmp_path / "data.npz") as arrays:
+        images = torch.from_numpy(arrays["x"]).float() / 255  # (N, H, W, C)
+    _, held = divide(ROWS, DataConfig("images").held_out, 0)
+    found = torch.cat([batch.inputs[0] for batch in data.held_out(3)])
+    torch.testing.assert_close(found, images[torch.from_numpy(held)].permute(0, 3, 1, 2))
+
+
+def test_what_is_held_out_is_not_trained_on_and_a_test_set_is_another(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    values, others = (draw.normal(size=(rows, 4, 3)) for rows in (ROWS, 6))
+    classes = np.arange(ROWS) % 2
+    np.savez(tmp_path / "a.npz", x=values, y=classes, z=1 - classes, tx=others, ty=classes[:6])
+    names = {"train": "a.npz:x", "train_labels": "a.npz:y"}
+    tested = names | {"test": "a.npz:tx", "test_labels": "a.npz:ty"}
+    plain, whole, turned = (
+        PointDataset(DataConfig("points", str(tmp_path), **given), 4, 0)  # type: ignore[arg-type]  # of strings all
+        for given in (names, tested, names | {"train_labels": "a.npz:z"})
+    )
+
+    def rows(batches: Iterable[Batch]) -> set[bytes]:
+        return {each.numpy().tobytes() for batch in batches for each in batch.inputs[0]}
+
+    used, held = rows(plain.batch(i, 9, 0) for i in range(4)), rows(plain.validation(9))
+    assert (len(used), len(held)) == (36, 4) and not used & held
+    assert rows(plain.held_out(9)) == rows(whole.validation(9)) == held
+    assert len(rows(whole.held_out(4))) == 6 and not rows(whole.held_out(4)) & (used | held)
+    assert plain.digest == whole.digest != turned.digest  # other labels are other data
+
+
+def test_a_channel_of_one_value_stays_finite(tmp_path: Path) -> None:
+    images = np.full((ROWS, SIDE, SIDE), 7, np.uint8)
+    np.savez(tmp_path / "data.npz", x=images, y=np.arange(ROWS) % 2)
+    config = DataConfig("images", str(tmp_path), train="data.npz:x", train_labels="data.npz:y")
+    assert ImageDataset(config, 0).batch(0, 4, 0).inputs[0].abs().max() < 1e-6
+
+
+def test_an_idx_file_may_hold_numbers_of_several_bytes(tmp_path: Path) -> None:
+    head = bytes([0, 0, 0x0D, 2]) + np.array([2, 3], ">i4").tobytes()
+    (tmp_path / "a.idx").write_bytes(head + np.arange(6, dtype=">f4").tobytes())
+    found = read_array(DataConfig("points", str(tmp_path)), "a.idx", "data.train")
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_mean_and_deviation_are_measured_on_what_is_trained_on(tmp_path: Path) -> None:

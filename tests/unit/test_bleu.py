@@ -1,5 +1,6 @@
 """BLEU of a translator: the answers are those to the sources, in order, whatever the batches."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from train.__main__ import main
 from train.checkpoint import Run
 from train.data.labelled import PairDataset
 from train.recipe import DataConfig, ModelConfig, Recipe, load_recipe
-from train.text_quality import bleu_of, check_bleu, translate
+from train.text_quality import Bleu, bleu_of, check_bleu, print_bleu, translate
 
 WORDS = ["ein", "zwei", "drei", "vier", "viele"]
+SHORT = ModelConfig("translator", layers=1, width=16, hidden=32, window=6, target_window=12)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,44 @@ def test_bleu_is_what_sacrebleu_says_of_the_answers(
     assert found.score == BLEU().corpus_score(answers, [references[:10]]).score
     assert 0 < found.score < 100
     assert "tok:13a" in found.signature
+
+
+def test_of_a_long_source_the_beginning_is_read(translator: tuple[Run, PairDataset]) -> None:
+    run, dataset = translator
+    short = run._replace(recipe=dataclasses.replace(run.recipe, model=SHORT))
+    sources = ["ein zwei drei vier viele", "viele ein ein ein"]
+    cut = [dataset.tokenizer.decode(dataset.tokenizer.encode(one).ids[:6]) for one in sources]
+    assert [dataset.tokenizer.encode(one).ids for one in cut] != [
+        dataset.tokenizer.encode(one).ids for one in sources
+    ]
+    read = [translate(short, dataset, some, 2, "euler") for some in (sources, cut)]
+    assert read[0] == read[1] and len(set(read[0])) == 2
+
+
+@pytest.mark.parametrize(("method", "nfe"), [("euler", (2, 6)), ("heun", (4, 12))])
+def test_the_table_has_a_line_a_count_with_evaluations_of_both_sides(
+    method: str,
+    nfe: tuple[int, int],
+    translator: tuple[Run, PairDataset],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def found(run: Run, data: PairDataset, steps: int, method: str, *_: object) -> Bleu:
+        asked.append((steps, method))
+        return Bleu(10.0 * steps, "signed", 7)
+
+    monkeypatch.setattr(text_quality, "open_translator", lambda *_: translator)
+    monkeypatch.setattr(text_quality, "bleu_of", found)
+    print_bleu(Path("run"), [1, 3], [method], 1, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert asked == [(1, method), (3, method)]
+    assert [line.split() for line in lines[2:4]] == [
+        ["1", str(nfe[0]), "10.00"],
+        ["3", str(nfe[1]), "30.00"],
+    ]
+    assert lines[4] == "7 sentences, signed"
 
 
 def test_a_run_that_does_not_translate_is_refused(

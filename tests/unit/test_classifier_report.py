@@ -1,6 +1,7 @@
 """What `stepdial train` says of a classifier at its end: classes, confusion, a bag of words."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from export.inspect import describe
 from serve.bundle import read_bundle
 from stepdial import main
 from tests.pretrained_folders import write_folder, write_table
-from train.checkpoint import load_run
+from train.checkpoint import Run, load_run
 from train.classifier_report import (
     Baseline,
     ClassifierReport,
@@ -20,9 +21,11 @@ from train.classifier_report import (
     bag_of_words,
     confusion_lines,
     print_report,
+    report_run,
 )
 from train.data import open_dataset
 from train.loop import ending
+from train.model import Output
 from train.recipe import load_recipe
 
 TINY = [
@@ -206,6 +209,53 @@ def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> No
     assert at_chance(52, 100, 0.5) and not at_chance(75, 100, 0.5)
 
 
+class Stubborn:
+    """Says the first class at one step, and the second at more."""
+
+    discrete = False
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, tokens: torch.Tensor, steps: int, method: str) -> Output:
+        self.lengths.append(tokens.shape[1])
+        logits = torch.zeros(len(tokens), 3)
+        logits[:, int(steps > 1)] = 1.0
+        return Output(logits, torch.zeros(()), steps, ())
+
+
+def test_a_report_counts_rows_by_their_class_and_the_answers_of_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(f"{'word ' * (1 + i % 40)}{i}", "aaabbc"[i % 6]) for i in range(600)]
+    lines = ["text,label", *(",".join(row) for row in rows)]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    few = ["data.held_out=0.5", "steps.full=2", "steps.short=[1]", "data.tokenizer=words"]
+    recipe = load_recipe("classifier", few, str(tmp_path / "t.csv"))
+    held = Counter(label for _, label in _rows_of(recipe)[1])
+    model: Any = Stubborn()
+    run = Run(model, recipe, open_dataset(recipe).tokenizer, {})
+    monkeypatch.setattr("train.classifier_report.load_run", lambda _: run)
+    report = report_run(tmp_path, 0.5)
+    assert report is not None and report.labels == ("a", "b", "c")
+    assert report.confusion == tuple((0, held[label], 0) for label in "abc")
+    assert report.hits == {1: held["a"], 2: held["b"]}
+    assert report.chance == max(held.values()) / 300 > min(held.values()) / 300
+    model.lengths.clear()
+    some = report_run(tmp_path, None, most_rows=96)
+    assert some is not None and some.rows == 96
+    assert min(model.lengths) < 12 and max(model.lengths) > 25  # short and long texts
+
+
+def test_the_bag_of_words_is_scored_on_the_test_table_if_there_is_one(tmp_path: Path) -> None:
+    own, test = (tmp_path / name for name in ("own.csv", "test.csv"))
+    own.write_text("text,label\n" + "some text,a\nother text,b\n" * 20)
+    test.write_text("text,label\nsome text,b\n")
+    recipe = load_recipe("classifier", ["data.test=test.csv"], str(own))
+    used, scored = _rows_of(recipe)
+    assert len(used) == 36 and scored == [("some text", "b")]
+
+
 def test_from_a_pretrained_model_by_one_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +332,7 @@ def test_few_rows_are_passed_over_a_few_times_and_many_not_all(tmp_path: Path) -
         return ending(dataclasses.replace(recipe, optim=optim), dataset).optim.iterations
 
     assert iterations(epochs=4) == 450
+    assert iterations(epochs=8, accumulate=2) == 450
     assert iterations(epochs=0.5) == 300  # below that nothing is learnt
     assert iterations(epochs=100) == recipe.optim.iterations == 2000
     assert iterations(epochs=4, iterations=200) == 200

@@ -384,6 +384,10 @@ def test_a_small_training_shows_range(trained: Path) -> None:
     one, two, four, _ = (row.quality for row in report.rows)
     assert one.value < two.value < four.value
     assert four.value - one.value > 0.02
+    found = report.ranges["euler"]
+    best = max(row.quality.value for row in report.rows)
+    assert found.first == 1 < found.best and found.gain.real
+    assert found.gain.better == pytest.approx(best - one.value)
     assert one.whole is not None and four.whole is not None and one.whole + 0.1 < four.whole
     assert report.rows[3].displacements[:4] == pytest.approx(report.rows[2].displacements)
 

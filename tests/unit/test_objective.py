@@ -1,12 +1,19 @@
 """Objectives: what each pass is weighed with, what is drawn to what, and what is left alone."""
 
 from contextlib import nullcontext
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fixtures.tiny_runs import tiny_label_run
+from train.checkpoint import load_run, save_weights
+from train.data import open_dataset
 from train.data.batch import IGNORED, Sizes
+from train.data.labelled import LabelledDataset
+from train.distil import Waypoints, blocks_of, distance, kept_logits
 from train.model import OTTransformer, Output, Stepped, build_model
 from train.objective import (
     JumpPoint,
@@ -112,6 +119,56 @@ def test_a_jump_from_the_only_evaluation_of_one_step_is_its_answer() -> None:
     output = model(TOKENS, steps=1, observe=point)
     assert point.end is not None
     torch.testing.assert_close(model.head(point.end, *output.context), output.logits)
+
+
+@pytest.mark.parametrize("depth", ["ode", "discrete"])
+def test_states_are_told_by_the_share_of_the_depth_that_lies_behind(depth: str) -> None:
+    model = model_of(recipe_of(f"model.depth={depth}", "model.layers=2")).eval()
+    with torch.no_grad(), Waypoints(model) as points:
+        output = model(TOKENS, steps=2, observe=points)
+        path = points.path(output)
+        start = output.trajectories[0].start
+        (mask,) = output.context
+        half = start + 0.5 * model.velocity(start, mask)
+        if depth == "discrete":
+            half = next(iter(blocks_of(model)))(start, mask)
+    assert list(path) == [Fraction(1, 2), 1]
+    torch.testing.assert_close(path[Fraction(1, 2)], half)
+    if depth == "ode":
+        torch.testing.assert_close(path[Fraction(1)], output.trajectories[0].end)
+
+
+def test_states_are_compared_as_shares_of_the_size_of_the_teachers() -> None:
+    aim = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    mine = {Fraction(1, 2): 1.5 * aim, Fraction(1, 3): aim, Fraction(1): 3 * aim}
+    found = distance(mine, {Fraction(1, 2): aim, Fraction(1): 100 * aim}, None)
+    assert float(found) == pytest.approx((0.5**2 + 0.97**2) / 2)
+
+
+def test_a_teacher_answers_with_all_its_steps_and_anew_once_it_was_trained_further(
+    tmp_path: Path,
+) -> None:
+    run = tiny_label_run(tmp_path, "optim.iterations=2", "run.evaluate_every=2", "data.rows=40")
+    model, recipe, tokenizer, _ = load_run(run)
+    dataset = open_dataset(recipe, tokenizer)
+    assert isinstance(dataset, LabelledDataset)
+    ((at, batch),) = dataset.training_rows(64)
+
+    def answers() -> Tensor:
+        logits = torch.zeros(len(at), 2)
+        with torch.no_grad():
+            logits[at] = model(*batch.inputs, steps=4, method="euler").logits
+        return logits
+
+    before = answers()
+    torch.testing.assert_close(kept_logits(run, dataset, quiet=True), before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    save_weights(run, model, 3)
+    after = answers()
+    torch.testing.assert_close(kept_logits(run, dataset, quiet=True), after)
+    assert not torch.allclose(before, after)
 
 
 def test_a_teacher_teaches_every_pass_and_learns_nothing() -> None:

@@ -139,8 +139,18 @@ def test_gpt2_has_the_attention_that_export_gives_caches_and_keeps_its_own_modul
     assert ode.head.readout.weight is table.weight
 
 
-def test_a_model_can_be_made_again_from_what_it_remembers() -> None:
-    made = otify(original("GPT2ForSequenceClassification"), final_norm="inside").eval()
+def test_gpt2_drops_out_what_its_configuration_says_once_each() -> None:
+    shares = {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3}
+    ode: Any = otify(original("GPT2LMHeadModel", **shares))
+    block = ode.velocity.blocks[0]
+    assert ode.embed.drop.p == 0.1 and block.attention.dropout == 0.2 and block.drop.p == 0.3
+    assert isinstance(block.feedforward.dropout, nn.Identity)  # the block drops that out
+
+
+@pytest.mark.parametrize("depth", ["ode", "discrete"])
+def test_a_model_can_be_made_again_from_what_it_remembers(depth: Any) -> None:
+    wrapped = original("GPT2ForSequenceClassification")
+    made = otify(wrapped, T=2.0, depth=depth, final_norm="inside").eval()
     again = otified_from(made.origin).eval()
     again.load_state_dict(made.state_dict())
     with torch.no_grad():
@@ -155,6 +165,11 @@ def test_what_is_not_supported_is_said() -> None:
             otify(original("BertModel"), **settings)
     with pytest.raises(ValueError, match="cross-attention"):
         otify(original("GPT2Model", add_cross_attention=True))
+    for setting in ({"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}):
+        with pytest.raises(ValueError, match="otify scales attention by the width of a head"):
+            otify(original("GPT2Model", **setting))
+    with pytest.raises(ValueError, match=r"needs config\.pad_token_id"):
+        otify(original("GPT2ForSequenceClassification", pad_token_id=None))
     with pytest.raises(ValueError, match="encoder"):
         otify(original("BertModel", is_decoder=True))
 

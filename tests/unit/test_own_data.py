@@ -74,6 +74,15 @@ def test_classes_are_counted_from_0_without_gaps(
         PointDataset(config, points=3, seed=0)
 
 
+def test_a_class_without_a_name_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 3, 2)), y=np.array([0, 1, 2, 0]))
+    config = DataConfig(
+        "points", str(tmp_path), train="a.npz:x", train_labels="a.npz:y", labels=("a", "b")
+    )
+    with pytest.raises(DataError, match=r"classes from 0 to 2, but 2 data\.labels"):
+        PointDataset(config, points=3, seed=0)
+
+
 def test_pictures_of_several_sizes_are_named(tmp_path: Path) -> None:
     ragged = np.empty(2, object)
     ragged[:] = [np.zeros((8, 8), np.uint8), np.zeros((9, 9), np.uint8)]

@@ -53,6 +53,21 @@ def test_of_rows_of_one_length_the_interval_is_that_of_their_means() -> None:
     assert quality.high - quality.value == pytest.approx(half, rel=1e-5)
 
 
+def test_labels_of_positions_are_a_share_of_them_and_rows_are_right_in_all_or_not() -> None:
+    right = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, IGNORED], [0, 0, 0, 0]]
+    targets = torch.tensor(right)
+    logits = torch.tensor([0.0, 1.0]).expand(4, 4, 2)  # the answer is 1 everywhere
+    found = tally_of(logits, targets).quality(True)
+    assert (found.metric, found.samples, found.whole) == ("accuracy", 15, 0.5)
+    assert found.value == pytest.approx(9 / 15)
+    counts, hits = (torch.tensor(each).double() for each in ([4, 4, 3, 4], [4, 2, 3, 0]))
+    assert (found.low, found.high) == (0, 1)  # of four rows
+    many = tally_of(logits.repeat(10, 1, 1), targets.repeat(10, 1)).quality(True)
+    apart = ((hits - 0.6 * counts) / counts.mean()).repeat(10)
+    half = 2.0226909 * float(apart.std()) / math.sqrt(40)  # Student's quantile of 39
+    assert (many.low, many.high) == pytest.approx((0.6 - half, 0.6 + half), rel=1e-5)
+
+
 def test_an_interval_of_ragged_rows_holds_the_truth_as_often_as_it_says() -> None:
     entropy = float(-(SHARES * SHARES.log()).sum())
     unlikely = -math.log(0.2)

@@ -38,6 +38,11 @@ def test_the_recipe_is_the_original_made_short_and_any_step() -> None:
     assert made.optim.iterations == 4 and made.optim.lr == load_recipe("parity").optim.lr
     assert (made.optim.schedule, made.optim.drops) == ("cosine", ())
     assert made.run.checkpoint_every == 7
+    assert retrofit_recipe(kept, "run", 0.2, [], trained=10).optim.iterations == 2
+    late = recipe_json(*FIXED, "steps.distil_from=0.5", "optim.warmup=9", "optim.iterations=400")
+    late["name"] = "x" * 64
+    made = retrofit_recipe(late, "run", 0.1, [])
+    assert (made.steps.distil_from, made.optim.warmup, len(made.name)) == (0.0, 4, 64)
     unnamed = recipe_json(*FIXED, "steps.full=20", "steps.short=[]")
     assert retrofit_recipe(unnamed, "run", 0.2, []).steps.short == (1, 2, 4)
     chain = recipe_json(*FIXED, "model.block=timed", "model.depth=chain")
@@ -61,6 +66,9 @@ def test_with_the_dial_of_time_one_pass_is_read_at_every_count() -> None:
         steps = retrofit_recipe(kept, "run", 0.2, asked).steps
         assert (steps.dial, steps.schedule, steps.exits) == ("time", "fixed", (1, 2))
         assert (steps.jump, steps.distil, steps.stages, steps.exit_weights) == (0, 1, (), ())
+    translator = load_recipe("multi30k", ["steps.dial=time", "steps.jump=0", "model.T=8.0"])
+    steps = retrofit_recipe(translator.to_json(), "run", 0.2, []).steps
+    assert (steps.dial, steps.schedule, steps.exits) == ("time", "sandwich", ())
 
 
 @pytest.mark.parametrize(

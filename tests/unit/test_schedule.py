@@ -14,6 +14,7 @@ from train.schedule import (
     growing_iterations,
     ladder_of,
     progress,
+    shortest_of,
     steps_of,
     turn_for,
 )
@@ -87,6 +88,22 @@ def test_distilling_and_jumps_begin_when_they_are_told_to(schedule: str) -> None
     assert {turn.jump for turn in turns(two)} == {None, 0}  # a jump from the last is the step
 
 
+@pytest.mark.parametrize(
+    ("changes", "shortest"),
+    [
+        ({"grow": 0.5, "short": (2, 4)}, 1),
+        ({"grow": 0.0, "short": (2, 4)}, 2),
+        ({"schedule": "fixed", "short": (1, 2)}, 8),
+        ({"schedule": "fixed", "dial": "time", "exits": (4,)}, 4),
+        ({"schedule": "tail", "dial": "time", "short": (2,), "grow": 0.0}, 1),
+    ],
+)
+def test_the_shortest_count_is_of_those_that_are_trained(
+    changes: dict[str, Any], shortest: int
+) -> None:
+    assert shortest_of(StepsConfig(full=8, **changes)) == shortest
+
+
 def test_turns_are_a_function_of_seed_and_iteration() -> None:
     assert turns(SANDWICH) == turns(SANDWICH)
     assert turns(SANDWICH) != turns(SANDWICH, seed=1)
@@ -96,6 +113,9 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
     discrete = load_recipe("parity", ["model.depth=discrete", "steps.method=heun"])
     assert turn_for(0, 10, steps_of(discrete), 0) == Turn((1,))
     assert progress(5, 10, steps_of(discrete)) == 0.5
+    stages = ["steps.grow=0", "steps.short=[1, 2]", "steps.stages=[0.5, 0.3, 0.2]"]
+    staged = load_recipe("parity", ["model.depth=discrete", *stages])
+    assert [turn_for(i, 10, steps_of(staged), 0) for i in range(10)] == [Turn((1,))] * 10
     adaptive = load_recipe("parity", ["steps.solver=adaptive"])
     assert progress(5, 10, steps_of(adaptive)) == 0.5
     assert steps_of(load_recipe("parity")) == load_recipe("parity").steps

@@ -148,6 +148,11 @@ def test_one_euler_step_is_the_jump_of_any_grid(tmp_path: Path) -> None:
     assert report.jumps["euler"][1] == pytest.approx(by_steps["euler", 1].agreement)
     assert set(report.jumps["euler"]) == {1, 2, 4}
     assert [len(row.displacements) for row in report.rows] == [1, 2, 4] * 2
+    losses = {steps: by_steps["euler", steps].quality.value for steps in (1, 2, 4)}
+    found = report.ranges["euler"]
+    assert (found.first, found.best) == (1, min(losses, key=losses.__getitem__))
+    assert found.gain.better == pytest.approx(losses[1] - losses[found.best], abs=1e-6)
+    assert len(set(losses.values())) == 3
 
 
 def test_the_command_writes_a_narrow_table_and_everything_as_json(
@@ -168,6 +173,8 @@ def test_the_command_writes_a_narrow_table_and_everything_as_json(
     assert written["rows"][0]["nfe"] >= 2 * 6
     lengths = {entry["length"]: entry["rows"] for entry in written["lengths"]}
     assert sum(lengths.values()) == 510 and len(lengths) > 1
+    assert all(entry["nfe"] >= 2 * 6 for entry in written["lengths"])
+    assert not any(written["jumps"].values())  # no line leads from one ODE to the end of another
     assert main(["evaluate", str(run), "--method", "leapfrog"]) == 2
     assert "choose one of euler" in capsys.readouterr().err
     assert main(["evaluate", str(run), "--json", str(tmp_path / "no" / "x.json")]) == 2

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from train.data import open_dataset, open_measured
-from train.data.batch import IGNORED
+from train.data.batch import IGNORED, Batch
 from train.data.tables import DataError
 from train.data.tags import TagDataset, read_tags
 from train.recipe import Recipe, data_at, load_recipe
@@ -149,6 +149,28 @@ def test_listops_is_asked_for_the_whole_and_learns_the_parts() -> None:
     batch, tested = dataset.batch(0, 16, 0), next(dataset.held_out(16))
     assert int((batch.targets != IGNORED).sum()) > 16
     assert (tested.targets[:, 0] != IGNORED).all() and int((tested.targets != IGNORED).sum()) == 16
+
+
+def test_texts_held_out_are_not_trained_on_and_a_test_file_is_another(tmp_path: Path) -> None:
+    rows = [([f"w{i}", "x"], ["A", "B"]) for i in range(40)]
+    write_json(tmp_path, [([f"v{i}", "x"], ["B", "A"]) for i in range(6)])
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    write_json(tmp_path, rows)
+    names = 'data.labels=["first", "second"]', 'data.values=["A", "B"]'
+    tested = recipe_of(tmp_path, "data.test=test.jsonl", "data.tokenizer=chars", *names)
+    dataset = open_dataset(tested)
+    assert dataset.labels == ("first", "second")
+
+    def texts(batches: Iterable[Batch]) -> set[str]:
+        assert dataset.tokenizer is not None
+        ids = [row for batch in batches for row in batch.inputs[0].tolist()]
+        return set(dataset.tokenizer.decode_batch(ids))
+
+    used, held = texts(dataset.batch(i, 9, 0) for i in range(4)), texts(dataset.validation(9))
+    assert (len(used), len(held)) == (36, 4) and not used & held
+    assert len(texts(dataset.held_out(4))) == 6 and not texts(dataset.held_out(4)) & (used | held)
+    write_json(tmp_path, [(words, ["A", "A"]) for words, _ in rows])
+    assert open_dataset(tested).digest != dataset.digest  # other labels are other data
 
 
 def test_texts_without_a_label_are_left_out(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from train.text_quality import (
     bleu_score,
     check_texts,
     continue_ids,
+    print_texts,
     rouge_scores,
     text_metrics,
 )
@@ -124,6 +126,8 @@ def test_texts_go_on_from_their_prompts(made: tuple[Run, TextDataset]) -> None:
         return list(new.tolist())
 
     likeliest = Sampling(temperature=0)
+    long = "the quick brown fox jumps over the lazy dog"
+    assert go_on(long, 5, likeliest) == go_on(long[-24:], 5, likeliest)  # what a window holds
     assert len(go_on("the quick brown fox jumps over the lazy dog", 12, likeliest)) == 12
     assert go_on("pack", 13, likeliest)[:12] == go_on("pack", 12, likeliest)
     assert len({tuple(go_on("a", 20, Sampling(seed=seed))) for seed in range(3)}) == 3
@@ -134,6 +138,7 @@ def test_answers_and_references_are_not_taken_for_each_other() -> None:
     assert bleu_score(short, long)[0] == pytest.approx(100 * math.exp(1 - 9 / 4))  # too short
     assert bleu_score(long, short)[0] == pytest.approx(29.85, abs=0.01)
     one, other = rouge_scores(short, long), rouge_scores(long, short)
+    assert rouge_scores(["two cats sat"], ["two cat sits"])["rouge1"] == pytest.approx(200 / 3)
     assert one == other and one["rouge1"] == pytest.approx(100 * 8 / 13)  # F: 4 of 4 and 4 of 9
 
 
@@ -174,6 +179,31 @@ def test_the_command_prints_the_scores_of_each_step_count(
     assert "euler, held-out windows, each token named after the true ones" in forced
 
 
+def test_texts_are_written_with_the_method_that_is_named_and_never_hold_padding(
+    made: tuple[Run, TextDataset],
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, dataset = made
+    asked: list[tuple[int, str]] = []
+    forward = OTTransformer.forward
+
+    def watched(self: OTTransformer, *inputs: Tensor, **settings: Any) -> Any:
+        asked.append((settings["steps"], settings["method"]))
+        output = forward(self, *inputs, **settings)
+        return output._replace(logits=output.logits.index_fill(-1, torch.tensor([0]), 1e9))
+
+    monkeypatch.setattr(OTTransformer, "forward", watched)
+    found = text_metrics(run, dataset, 3, 2, "heun", Sampling(temperature=0))
+    assert set(asked) == {(3, "heun")} and found.samples == 2
+    ids = continue_ids(run.model, torch.ones(1, 4).long(), 3, 1, "euler", Sampling(), 0)
+    assert bool((ids != 0).all())
+    asked.clear()
+    print_texts(trained, [2], ["heun"], 1)
+    assert set(asked) == {(2, "heun")} and "heun, second halves" in capsys.readouterr().out
+
+
 def test_the_command_refuses_before_the_work(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,12 +235,17 @@ def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
     assert main(["evaluate", str(trained), "--texts", "--bertscore", str(tmp_path)]) == 2
     assert "pip install bert-score" in capsys.readouterr().err
 
+    run = load_run(trained)
+    batch = next(iter(open_dataset(run.recipe, run.tokenizer).held_out(3)))
+    assert run.tokenizer is not None
+    halves = run.tokenizer.decode_batch(batch.inputs[0][:, 12:].tolist())
+
     class Scorer:
         def __init__(self, model_type: str, num_layers: int) -> None:
             assert (model_type, num_layers) == (str(tmp_path), 10)
 
         def score(self, answers: list[str], references: list[str]) -> tuple[Tensor, ...]:
-            assert len(answers) == len(references) == 3
+            assert len(answers) == 3 and references == halves  # which decides what precision is
             return torch.full((3,), 0.25), torch.full((3,), 0.5), torch.tensor([0.1, 0.2, 0.3])
 
     package = ModuleType("bert_score")

@@ -26,11 +26,12 @@ from train.__main__ import main
 from train.blocks import Conditioned
 from train.checkpoint import RunError, load_run, lock_run
 from train.data.batch import Sizes
+from train.devices import Devices
 from train.interrupt import Diverged
-from train.loop import MetricsLog, TrainingLoop, learning_rate, train
+from train.loop import Best, MetricsLog, TrainingLoop, learning_rate, train
 from train.metrics import read_metrics
 from train.model import OTTransformer, build_model
-from train.recipe import ModelConfig
+from train.recipe import ModelConfig, RunConfig
 from train.schedule import turn_for
 
 
@@ -64,6 +65,43 @@ def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
     assert rates[0] < rates[5] < rates[9]
     assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     assert rates[-1] < 0.1 * max(rates)
+
+
+def test_the_best_evaluation_has_the_most_accuracy_or_the_least_loss_and_is_the_first_of_equal(
+    tmp_path: Path,
+) -> None:
+    model = build_model(DECODER, Sizes(vocabulary=20))
+    for name, sign in (("accuracy", 1.0), ("loss", -1.0)):
+        (tmp_path / name).mkdir()
+        best = Best(tmp_path / name, RunConfig(keep="best", evaluate_every=5, patience=2))
+        for iteration, values in ((5, (0.2, 0.6)), (10, (0.5, 0.5)), (15, (0.5, 0.5))):
+            assert not best.is_over(iteration)
+            shown = {
+                f"{name}@{count}": sign * value for count, value in zip((1, 4), values, strict=True)
+            }
+            best.note(iteration, shown, model)
+        assert best.value == pytest.approx(0.5) and best.iteration == 10
+        assert not best.is_over(19) and best.is_over(20)
+
+
+def test_a_seed_decides_the_first_weights_and_every_dropout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    seeded = Devices.seed
+
+    def noting(devices: Devices, seed: int) -> None:
+        drawn.append(seed)
+        seeded(devices, seed)
+
+    monkeypatch.setattr(Devices, "seed", noting)
+    still = ["optim.iterations=2", "optim.lr=1e-30", "run.evaluate_every=2"]
+    weights = []
+    for seed in (0, 1):
+        recipe = tiny_label_recipe(*still, f"run.seed={seed}")
+        model = train(recipe, tmp_path / str(seed), quiet=True)
+        weights.append(model.state_dict()["velocity.blocks.0.attention.qkv.weight"])
+    assert not torch.allclose(*weights) and len(set(drawn)) == len(drawn) == 4
 
 
 @pytest.mark.parametrize("kind", ["text", "label"])
