@@ -92,7 +92,7 @@ def test_a_hash_is_a_comment_before_a_text_and_a_word_within(tmp_path: Path) -> 
 
 
 def test_between_tabs_a_word_may_hold_spaces(tmp_path: Path) -> None:
-    lines = ["# text =\tso", "1\t10 000\tNUM\tB", "2\teuros \tNOUN\tI", "", "1 5\u00a0000  NUM B"]
+    lines = ["# text =\tso", "1\t10 000\tNUM\tB", "2\teuros \t\tNOUN\tI", "", "1 5\u00a0000  NUM B"]
     (tmp_path / "train.conll").write_text("\n".join(lines), encoding="utf-8")
     columns = recipe_of(tmp_path, "data.text=1", "data.label=2").data
     rows = read_tags(columns, "train.conll")

@@ -104,7 +104,7 @@ def _from_conll(
     for number, line in lines:
         line = line.strip()
         # Between tabs a word may hold spaces, as in "10 000".
-        cells = re.split(" *\t *" if "\t" in line else " +", line) if line else []
+        cells = re.split(r"\s*\t\s*" if "\t" in line else " +", line) if line else []
         comment = not words and line.split()[:1] == ["#"]  # within a text, # is a word like others
         if cells and cells[0] != "-DOCSTART-" and not comment:
             try:
