@@ -22,6 +22,7 @@ from serve.runtime.protocol import (
     RowArray,
     StepClassifier,
 )
+from tests.server_process import START_S
 
 ROW_BYTES_A_POSITION = 1000
 
@@ -45,7 +46,7 @@ class Mood:
         self.gate.set()
 
     def call(self, kind: str, steps: int, tokens: IntArray) -> None:
-        self.gate.wait(10)
+        self.gate.wait(START_S)
         if self.obeys and self.interrupted.is_set():
             raise RuntimeError("terminated")
         self.calls.append((kind, steps, tokens.shape))

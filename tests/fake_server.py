@@ -17,6 +17,7 @@ from serve.server import Server, bind
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
+from tests.server_process import START_S
 
 
 @dataclass
@@ -29,9 +30,9 @@ class FakeServer:
     metrics: Metrics
     mood: Mood
 
-    def wait_for(self, running: int = 0, queued: int = 0, timeout_s: float = 10.0) -> None:
+    def wait_for(self, running: int = 0, queued: int = 0) -> None:
         """Until just so many requests run and wait."""
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + START_S
         while (self.engine.running, self.engine.queued) != (running, queued):
             assert time.monotonic() < end_s, (self.engine.running, self.engine.queued)
             time.sleep(0.002)
@@ -58,7 +59,7 @@ def fake_server(**changes: Any) -> Iterator[FakeServer]:
     server = Server(settings, create_app(settings, engine), engine, lambda url: listening.set())
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
-    assert listening.wait(10), "the server did not start"
+    assert listening.wait(START_S), "the server did not start"
     port = listener.getsockname()[1]
     try:
         yield FakeServer(f"http://127.0.0.1:{port}", port, engine, metrics, mood)

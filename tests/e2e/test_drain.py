@@ -22,6 +22,7 @@ from tests.faults.raw_http import status as status_of
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, image_bundle
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
@@ -36,16 +37,13 @@ class Streams:
         self._url = f"{server.url}/v1/generate"
         self._max_tokens = max_tokens
         self._pool = ThreadPoolExecutor(STREAMS)
-        self.begun = 0
+        self.begun: set[int] = set()
         self.ends: list[Future[tuple[int, str]]] = [
             self._pool.submit(self._read, number) for number in range(STREAMS)
         ]
 
     def wait(self, begun: int) -> None:
-        end_s = time.monotonic() + 20
-        while self.begun < begun:
-            assert time.monotonic() < end_s, "the streams did not begin"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.begun) >= begun, "the streams did not begin", 20)
 
     def _read(self, number: int) -> tuple[int, str]:
         body = {"prompt": "To be", "stream": True, "steps": 2, "seed": number}
@@ -53,7 +51,8 @@ class Streams:
         text = ""
         with httpx.stream("POST", self._url, json=asked, timeout=60) as response:
             for piece in response.iter_text():
-                self.begun += not text and response.status_code == 200
+                if response.status_code == 200:
+                    self.begun.add(number)
                 text += piece
         return response.status_code, text
 
@@ -207,7 +206,7 @@ def test_a_second_signal_ends_the_grace() -> None:
     with server_process(FOLDERS) as server, begun(server, sent[:-1]) as connection:
         server.wait_until_it_has_read()
         server.terminate()
-        time.sleep(0.5)
+        wait_until(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
         sent_s = time.monotonic()
         server.terminate()
         refused = until_closed(connection, 10)

@@ -6,18 +6,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.loadtest_stub import LADDER, UNHURRIED_S, running_stub
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
+wait_for = partial(wait_until, most_s=40)
 LENIENT = ("--max-lag-ms", "2000")  # other processes of a busy machine may delay a sender
 HANGING = dict.fromkeys(LADDER, "hang")
 
@@ -39,13 +42,6 @@ def started(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
         process.wait(timeout=30)
         for pipe in filter(None, (process.stdout, process.stderr)):
             pipe.close()
-
-
-def wait_until(come: Callable[[], bool], patience_s: float = 40.0) -> None:
-    give_up_s = time.monotonic() + patience_s
-    while not come():
-        assert time.monotonic() < give_up_s, "it never came"
-        time.sleep(0.02)
 
 
 def workers_of(parent: int) -> list[int]:
@@ -80,7 +76,7 @@ def test_an_interrupted_open_loop_reports_what_there_was(
     flags = ["--shape", "constant", "--rate", "20", "--duration", "10m", "--warm-up", "0.2"]
     flags += ["--objective", "latency_p50_ms<0.001", "--out", str(file), *workers]
     with running_stub() as stub, started(stub.url, *flags) as test:
-        wait_until(lambda: len(stub.bodies) > 60)
+        wait_for(lambda: len(stub.bodies) > 60)
         test.send_signal(number)
         printed, said = test.communicate(timeout=60)
         sent = len(stub.bodies)
@@ -100,7 +96,7 @@ def test_a_second_interrupt_waits_for_no_answer(
     file = tmp_path / "report.json"
     flags = ("--duration", "10m", "--users", "2", "--out", str(file), *workers, *rate)
     with running_stub(HANGING) as stub, started(stub.url, *flags) as test:
-        wait_until(lambda: len(stub.bodies) > 1)
+        wait_for(lambda: len(stub.bodies) > 1)
         assert test.stderr is not None
         test.send_signal(signal.SIGINT)
         said = ""
@@ -118,14 +114,14 @@ def test_a_second_interrupt_waits_for_no_answer(
 
 def test_a_test_that_was_interrupted_before_it_began_leaves_nothing_behind() -> None:
     with running_stub() as stub, started(stub.url, "--workers", "2") as test:
-        wait_until(lambda: any(map(workers_of, workers_of(test.pid))))
+        wait_for(lambda: any(map(workers_of, workers_of(test.pid))))
         [locust] = workers_of(test.pid)
         left = [locust, *workers_of(locust)]
         test.send_signal(signal.SIGTERM)
         _, said = test.communicate(timeout=30)
     assert test.returncode not in (0, 1)
     assert "Traceback" not in said, said
-    wait_until(lambda: not any(Path(f"/proc/{each}/exe").exists() for each in left), 5.0)
+    wait_for(lambda: not any(Path(f"/proc/{each}/exe").exists() for each in left), most_s=5)
 
 
 @pytest.mark.parametrize("killed", [1, 2])
@@ -133,7 +129,7 @@ def test_an_open_loop_ends_though_workers_were_killed(tmp_path: Path, killed: in
     file = tmp_path / "report.json"
     flags = ("--rate", "20", "--duration", "5s", "--workers", "2", "--out", str(file))
     with running_stub() as stub, started(stub.url, *flags) as test:
-        wait_until(lambda: len(stub.bodies) > 5)
+        wait_for(lambda: len(stub.bodies) > 5)
         [locust] = workers_of(test.pid)
         for worker in workers_of(locust)[:killed]:
             os.kill(worker, signal.SIGKILL)
@@ -181,7 +177,7 @@ def test_a_server_that_was_away_is_told_by_kind_and_met_again(
         gone = first.enter_context(running_stub(service_s=UNHURRIED_S))
         port = gone.server_address[1]
         with started(gone.url, *flags, "--duration", "6s", "--out", str(file)) as test:
-            wait_until(lambda: len(gone.bodies) > 20)
+            wait_for(lambda: len(gone.bodies) > 20)
             gone.dead = True
             first.close()
             time.sleep(2.0)
@@ -235,11 +231,11 @@ def test_a_report_that_cannot_be_drawn_ends_the_test_all_the_same(
 def test_a_test_whose_command_is_killed_stops_sending(tmp_path: Path) -> None:
     flags = ("--users", "2", "--duration", "10m", "--out", str(tmp_path / "report.json"))
     with running_stub(service_s=0.05) as stub, started(stub.url, *flags) as test:
-        wait_until(lambda: len(stub.bodies) > 2)
+        wait_for(lambda: len(stub.bodies) > 2)
         (sender,) = workers_of(test.pid)
         test.kill()
         test.wait()
-        wait_until(lambda: not Path(f"/proc/{sender}/stat").exists() or _is_dead(sender))
+        wait_for(lambda: not Path(f"/proc/{sender}/stat").exists() or _is_dead(sender))
 
 
 def _is_dead(process: int) -> bool:

@@ -8,12 +8,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.fake_server import FakeServer, fake_server
+from tests.waiting import wait_until
 
 STREAM = {"prompt": "abc", "max_tokens": 4000, "stream": True, "steps": 2}
 
@@ -41,10 +43,8 @@ def reset(connection: socket.socket) -> None:
 
 def left_nothing(server: FakeServer) -> None:
     server.wait_for(running=0, queued=0)
-    end_s = time.monotonic() + 5
-    while server.metric("stepdial_cache_bytes") or server.mood.open_rows:
-        assert time.monotonic() < end_s, "memory is still held"
-        time.sleep(0.01)
+    held = partial(server.metric, "stepdial_cache_bytes")
+    wait_until(lambda: not (held() or server.mood.open_rows), "memory is not given back", 5)
 
 
 @pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["close", "reset"])
@@ -110,8 +110,7 @@ def test_those_who_stay_get_their_answers(server: FakeServer) -> None:
     stayers = [threading.Thread(target=stay) for _ in range(5)]
     for thread in stayers:
         thread.start()
-    while server.engine.running + server.engine.queued < 10:
-        time.sleep(0.005)
+    wait_until(lambda: server.engine.running + server.engine.queued == 10)
     server.mood.gate.set()
     for connection in leavers:
         connection.recv(100)

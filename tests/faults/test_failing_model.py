@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 
 from tests.fake_server import FakeServer, fake_server
 from tests.sse import parse_events
+from tests.waiting import wait_until
 
 CLASSIFY = {"input": "text", "steps": 2}
 GENERATE = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "steps": 2}
@@ -82,9 +84,7 @@ def ready(server: FakeServer) -> bool:
 
 
 def wait_until_ready(server: FakeServer) -> None:
-    end_s = time.monotonic() + 5
-    while not ready(server):
-        assert time.monotonic() < end_s
+    wait_until(lambda: ready(server), most_s=5)
 
 
 def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays() -> None:
@@ -95,7 +95,7 @@ def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays() -> None:
         server.mood.gate.clear()
         stuck = pool.submit(post, server, "/v1/classify", CLASSIFY)
         server.wait_for(running=1)
-        time.sleep(0.8)
+        wait_until(lambda: not ready(server))
         began_s = time.monotonic()
         response = httpx.get(f"{server.url}/health/ready")
         assert time.monotonic() - began_s < 1
@@ -185,10 +185,8 @@ def test_a_flood_is_answered_and_told_when_to_come_back(server: FakeServer) -> N
         first = pool.submit(post, server, "/v1/classify", CLASSIFY)
         server.wait_for(running=1)
         flood = [pool.submit(post, server, "/v1/classify", CLASSIFY) for _ in range(50)]
-        end_s = time.monotonic() + 10
-        while server.metric("stepdial_rejected_total", reason="queue_full") < 46:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        rejected = partial(server.metric, "stepdial_rejected_total", reason="queue_full")
+        wait_until(lambda: rejected() == 46)
         server.mood.gate.set()
         responses = [one.result() for one in (first, *flood)]
     refused = [response for response in responses if response.status_code == 429]

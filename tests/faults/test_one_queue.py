@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
 import pytest
 
+from serve.api import body as wire
 from serve.inputs.text import Encoded, TextCodec
 from tests.fake_server import FakeServer, fake_server
+from tests.server_process import START_S
 
 LONG = "a good film " * 400  # too long to be encoded on the event loop
 QUEUE = 3
@@ -20,8 +22,8 @@ class Slow:
     """Holds up the encoding of long texts, or slows it."""
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
+        self.held = False
+        self.turns = threading.Semaphore(0)  # of those that are held
         self.seconds = 0.0
         self.read = 0
 
@@ -32,14 +34,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
     def encode_slowly(self: TextCodec, text: str, truncate: bool, param: str = "input") -> Encoded:
         if text == LONG:
-            assert found.gate.wait(20)
+            assert not found.held or found.turns.acquire(timeout=START_S)
             time.sleep(found.seconds)
             found.read += 1
         return encode(self, text, truncate, param)
 
     monkeypatch.setattr(TextCodec, "encode_input", encode_slowly)
     yield found
-    found.gate.set()
+    found.turns.release(9)
 
 
 @pytest.fixture
@@ -56,17 +58,29 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def ask(server: FakeServer, **fields: Any) -> httpx.Response:
     body = {"model": "tiny-classify", "input": LONG} | fields
-    return httpx.post(f"{server.url}/v1/classify", json=body, timeout=30)
+    return httpx.post(f"{server.url}/v1/classify", json=body, timeout=START_S)
 
 
 def hold(
     server: FakeServer, slow: Slow, pool: ThreadPoolExecutor, waiting: int
 ) -> "list[Future[httpx.Response]]":
     """One request whose input is being read, and so many behind it."""
-    slow.gate.clear()
+    slow.held = True
     sent = [pool.submit(ask, server) for _ in range(waiting + 1)]
     server.wait_for(running=1, queued=waiting)
     return sent
+
+
+def let_go(turns: threading.Semaphore, sent: "Sequence[Future[httpx.Response]]") -> None:
+    """One after the other, and each is answered.
+
+    If all went on at once, the last could find the others in the queue of the model, and it full.
+    """
+    left = set(sent)
+    while left:
+        turns.release()
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        assert {one.result().status_code for one in done} == {200}
 
 
 def test_who_waits_to_be_read_is_counted(
@@ -75,8 +89,7 @@ def test_who_waits_to_be_read_is_counted(
     sent = hold(server, slow, pool, 2)
     text = httpx.get(f"{server.url}/metrics").text
     assert "stepdial_queue_depth 2.0\n" in text and "stepdial_in_flight 1.0\n" in text
-    slow.gate.set()
-    assert [one.result().status_code for one in sent] == [200] * 3
+    let_go(slow.turns, sent)
     server.wait_for(running=0, queued=0)
 
 
@@ -89,8 +102,7 @@ def test_the_queue_is_full_whatever_it_waits_for(
         assert response.status_code == 429, response.text
         assert response.json()["error"]["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1
-    slow.gate.set()
-    assert [one.result().status_code for one in sent] == [200] * (QUEUE + 1)
+    let_go(slow.turns, sent)
 
 
 def test_a_deadline_counts_while_an_input_waits_to_be_read(
@@ -106,8 +118,7 @@ def test_a_deadline_counts_while_an_input_waits_to_be_read(
     labels = {"model": "tiny-classify"}
     assert server.metric("stepdial_deadlines_total", **labels) == 1
     assert server.metric("stepdial_lapsed_total", **labels) == 1
-    slow.gate.set()
-    assert [one.result().status_code for one in sent] == [200] * 2
+    let_go(slow.turns, sent)
     assert slow.read == 2  # not that of the one that was dropped
 
 
@@ -133,8 +144,7 @@ def test_behind_slow_inputs_a_deadline_is_refused_at_once(
     assert response.status_code == 429, response.text
     assert response.json()["error"]["code"] == "too_busy"
     assert int(response.headers["retry-after-ms"]) > 100
-    slow.gate.set()
-    assert [one.result().status_code for one in sent] == [200] * 3
+    let_go(slow.turns, sent)
 
 
 def test_who_leaves_while_waiting_to_be_read_is_dropped(
@@ -149,8 +159,7 @@ def test_who_leaves_while_waiting_to_be_read_is_dropped(
         )
     server.wait_for(running=1, queued=1)
     assert server.metric("stepdial_cancelled_total") == 1
-    slow.gate.set()
-    assert [one.result().status_code for one in sent] == [200] * 2
+    let_go(slow.turns, sent)
     server.wait_for(running=0, queued=0)
     assert slow.read == 2
 
@@ -158,14 +167,11 @@ def test_who_leaves_while_waiting_to_be_read_is_dropped(
 def test_large_bodies_that_wait_to_be_checked_are_in_the_queue(
     server: FakeServer, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    from serve.api import body as wire
-
-    check = wire._check_parts
+    turns, check = threading.Semaphore(0), wire._check_parts
 
     def check_slowly(body: bytes) -> None:
         if len(body) > 100_000:
-            assert gate.wait(20)
+            assert turns.acquire(timeout=START_S)
         check(body)
 
     monkeypatch.setattr(wire, "_check_parts", check_slowly)
@@ -173,8 +179,7 @@ def test_large_bodies_that_wait_to_be_checked_are_in_the_queue(
     sent = [pool.submit(ask, server, input=large) for _ in range(QUEUE + 1)]
     server.wait_for(running=1, queued=QUEUE)
     assert ask(server, input=large).json()["error"]["code"] == "queue_full"
-    gate.set()
-    assert {one.result().status_code for one in sent} == {200}
+    let_go(turns, sent)
 
 
 def test_a_slow_upload_is_not_taken_for_slow_work(server: FakeServer) -> None:

@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab import awake
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can")
 
@@ -26,9 +26,7 @@ def loops() -> list[int]:
 def test_a_loop_on_each_core_as_long_as_it_is_needed() -> None:
     with awake() as kept:
         assert kept
-        end_s = time.monotonic() + 10
-        while len(loops()) < len(os.sched_getaffinity(0)) and time.monotonic() < end_s:
-            time.sleep(0.02)
+        wait_until(lambda: len(loops()) == len(os.sched_getaffinity(0)))
         cores = [os.sched_getaffinity(loop) for loop in loops()]
         assert sorted(map(sorted, cores)) == [[core] for core in sorted(os.sched_getaffinity(0))]
     assert not loops()
@@ -46,7 +44,5 @@ def test_loops_end_with_whoever_is_killed() -> None:
         left = [*map(int, process.stdout.readline().split())]
         process.kill()
     assert left
-    end_s = time.monotonic() + 10
-    while any(Path(f"/proc/{loop}/cmdline").exists() for loop in left):
-        assert time.monotonic() < end_s, "a loop goes on"
-        time.sleep(0.02)
+    alive = [Path(f"/proc/{loop}/cmdline") for loop in left]
+    wait_until(lambda: not any(path.exists() for path in alive), "a loop goes on")

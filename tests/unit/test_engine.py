@@ -1,7 +1,5 @@
 """The engine on a fake model: answers, batches, limits, memory, predictions."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -10,6 +8,7 @@ from serve.engine.job import LaneKey, Tags, TokenEvent
 from serve.errors import QueueFull, Unprocessable
 from tests.engine_bench import WINDOW, classified, generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
+from tests.waiting import wait_until
 
 
 def test_scores_come_back_in_the_order_of_the_rows() -> None:
@@ -27,8 +26,7 @@ def test_requests_that_wait_share_a_call() -> None:
     with running(batch_rows=8) as bench:
         bench.mood.gate.clear()
         first = bench.classify(10)[1]
-        while not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         callers = [bench.classify(10)[1] for _ in range(6)]
         bench.mood.gate.set()
         for caller in (first, *callers):
@@ -108,8 +106,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             classified(bench.classify(5)[1])
         bench.mood.gate.clear()
         callers = [bench.classify(5)[1]]
-        while not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         callers += [bench.classify(5)[1] for _ in range(3)]
         with pytest.raises(QueueFull) as refused:
             bench.classify(5)
@@ -150,8 +147,7 @@ def test_predictions_grow_with_what_waits() -> None:
         assert alone_s is not None
         bench.mood.gate.clear()
         callers = [bench.classify(5)[1]]
-        while not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         callers += [bench.classify(5)[1] for _ in range(9)]
         assert bench.engine.predict_s(lane, None) == pytest.approx(10 * alone_s)
         bench.mood.gate.set()

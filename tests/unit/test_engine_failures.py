@@ -1,6 +1,5 @@
 """The engine when models throw, callers leave and servers end: everybody is told once."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from serve.engine.job import Limits
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import FakeBatch, Mood
+from tests.waiting import wait_until
 
 
 def test_not_a_number_fails_one_request_only() -> None:
@@ -40,8 +40,7 @@ def test_not_a_number_fails_one_classification_only() -> None:
         bench.mood.logits = spoil_last_row
         bench.mood.gate.clear()
         first = bench.classify(5)[1]
-        while not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         good, bad = bench.classify(5, 5)[1], bench.classify(5)[1]
         bench.mood.gate.set()
         assert bad.error().status == 503
@@ -118,8 +117,7 @@ def test_a_classification_that_throws_leaves_the_engine_alive() -> None:
 def test_a_client_that_left_is_dropped_within_a_tick() -> None:
     with running() as bench:
         job, caller = bench.generate("a", 1000, stream=True)
-        while len(caller.events) < 3:
-            time.sleep(0.001)
+        wait_until(lambda: len(caller.events) > 2)
         bench.engine.cancel(job)
         count = len(caller.events)
         assert bench.idle()
@@ -130,8 +128,7 @@ def test_a_client_that_left_the_queue_never_runs() -> None:
     with running() as bench:
         bench.mood.gate.clear()
         first = bench.classify(5)[1]
-        while not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         jobs = [bench.classify(7)[0], bench.generate("a", 5)[0]]
         for job in jobs:
             assert bench.engine.cancel(job)

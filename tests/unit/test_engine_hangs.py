@@ -26,6 +26,7 @@ from tests.fixtures.tiny_folders import (
     prefix_bundle,
     translate_bundle,
 )
+from tests.waiting import wait_until
 
 QUICK = StallLimits(stall_s=0.2, stall_unknown_s=0.2, stall_exit_s=0.3)
 
@@ -41,13 +42,6 @@ def watched(
     finally:
         bench.mood.gate.set()
         bench.engine.stop()
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not met():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
 
 
 def refuses(bench: Bench) -> bool:

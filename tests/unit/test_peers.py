@@ -24,6 +24,7 @@ from benchmarks.peers.speed import (
 )
 from benchmarks.server import Tree, start
 from tests.fixtures.tiny_folders import classify_bundle
+from tests.waiting import wait_until
 
 BY_NAME = {one.name: one for one in PEERS}
 LOAD = Load(100, 0, 1.0, (0.01,) * 100)
@@ -132,8 +133,7 @@ def test_a_tree_is_all_that_was_started(tmp_path: Path) -> None:
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     tree = Tree(start([sys.executable, "-c", parent], {}, tmp_path / "log"))
     try:
-        while len(tree.members()) < 2:
-            assert tree.process.poll() is None
+        wait_until(lambda: len(tree.members()) == 2)
         rss_mb, pss_mb = tree.memory_mb()
         assert rss_mb >= pss_mb > 0
         tree.process.terminate()

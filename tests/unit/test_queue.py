@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.lab import FOLDER, ROOT, Busy, quiet_machine
 from benchmarks.papers import queue as papers_queue
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
+from tests.waiting import wait_until
 from train.checkpoint import load_run
 from train.metrics import read_metrics
 from train.recipe import RecipeError, load_recipe
@@ -61,16 +63,12 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return made
 
 
+until = partial(wait_until, most_s=180)  # a training has to begin, at the lowest priority
+
+
 def started(arguments: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.papers.queue", *arguments]
     return subprocess.Popen(command, cwd=ROOT)
-
-
-def until(what: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_one_seed_of_every_run_comes_before_the_next_seed(tmp_path: Path) -> None:
@@ -129,7 +127,8 @@ def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     first.send_signal(signal.SIGKILL)
     first.wait()
     lock = tmp_path / "runs" / "tiny-0" / ".lock"
-    until(lambda: subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode == 0)
+    take = ["flock", "-n", str(lock), "true"]
+    until(lambda: subprocess.run(take, check=False).returncode == 0)
     main(arguments("status", path))
     assert "tiny-0          waiting, " in capsys.readouterr().out
 
@@ -204,7 +203,7 @@ def test_no_training_outlives_a_killed_queue(training: tuple[int, int]) -> None:
     queue, process = training
     os.kill(process, signal.SIGSTOP)  # not even one that cannot answer
     os.kill(queue, signal.SIGKILL)
-    until(lambda: is_over(process), 5)
+    until(lambda: is_over(process), most_s=5)
 
 
 def test_a_second_ctrl_c_does_not_wait(training: tuple[int, int]) -> None:
@@ -213,7 +212,7 @@ def test_a_second_ctrl_c_does_not_wait(training: tuple[int, int]) -> None:
     for _ in range(2):
         os.kill(queue, signal.SIGINT)
         time.sleep(1)
-    until(lambda: is_over(process) and is_over(queue), 5)
+    until(lambda: is_over(process) and is_over(queue), most_s=5)
 
 
 def test_a_new_process_whose_queue_died_meanwhile_ends(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from serve.engine.search import Beams
 from serve.errors import Unprocessable
 from tests.engine_bench import generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
+from tests.waiting import wait_until
 
 VOCABULARY, BOS, EOS = 6, 1, 2
 
@@ -117,8 +117,7 @@ def test_a_search_whose_caller_leaves_is_dropped() -> None:
         bench.mood.gate.clear()
         job, caller = bench.search("abc", 20)
         waiting, _ = bench.search("abc", 20)
-        while not bench.mood.calls and not bench.engine.running:
-            time.sleep(0.001)
+        wait_until(lambda: bench.engine.running)
         bench.engine.cancel(waiting)
         bench.engine.cancel(job)
         bench.mood.gate.set()

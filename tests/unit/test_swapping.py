@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -26,6 +26,7 @@ from serve.metrics import Metrics
 from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeClassifier, FakeDecoder, FakeModel, FakeTranslator, Mood
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
+from tests.waiting import wait_until
 
 ZOO = Path(__file__).parents[2] / "zoo"
 BUNDLES = (classify_bundle, generate_bundle, translate_bundle)
@@ -36,20 +37,13 @@ def another(bundle: Bundle, edition: int, **mood: Any) -> tuple[Served, FakeMode
     return Served.open(bundle, model, edition), model
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.002)
-
-
 def test_those_that_run_finish_where_they_began_and_new_ones_go_to_the_new_model() -> None:
     with running() as bench:
         old = bench.catalog.find("tiny-generate").model
         assert isinstance(old, FakeModel)
         bench.mood.gate.clear()
         before = [bench.generate("abc", 30, steps=steps)[1] for steps in (2, 4)]
-        wait_for(lambda: bench.engine.running > 0)
+        wait_until(lambda: bench.engine.running > 0)
         served, model = another(generate_bundle(), 1)
         bench.engine.serve(served)
         after = bench.generate("xyz", 3)[1]
@@ -58,7 +52,7 @@ def test_those_that_run_finish_where_they_began_and_new_ones_go_to_the_new_model
         assert [generated(caller).completion_tokens for caller in before] == [30, 30]
         assert {kind for kind, _, _ in model.mood.calls} == {"prefill", "decode"}
         assert len(model.mood.calls) == 3  # of the one that came later, and of no other
-        wait_for(lambda: old.closed)
+        wait_until(lambda: old.closed)
         assert not model.closed and bench.engine.leaving == ()
         assert bench.idle()
 
@@ -74,7 +68,7 @@ def test_a_model_stays_while_a_request_is_with_it_that_has_not_asked_yet() -> No
         bench.engine.submit(_job(old, caller))
         classified(caller)
         old.users -= 1
-        wait_for(lambda: not bench.engine.leaving)
+        wait_until(lambda: not bench.engine.leaving)
         with pytest.raises(ModelGone, match="tiny-classify was replaced meanwhile"):
             bench.engine.submit(_job(old, Caller()))
 
@@ -92,7 +86,7 @@ def test_a_model_that_is_taken_away_answers_what_it_has_and_then_nothing() -> No
         assert info is None
         bench.mood.gate.set()
         assert generated(caller).text == "defgh"
-        wait_for(lambda: not bench.engine.leaving)
+        wait_until(lambda: not bench.engine.leaving)
 
 
 def test_what_a_model_promises_is_shown_as_long_as_it_is_served() -> None:
@@ -181,7 +175,7 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
             loader.join()
         assert not raised
         assert not bench.engine.dead
-        wait_for(lambda: not bench.engine.leaving)
+        wait_until(lambda: not bench.engine.leaving)
 
 
 def _job(served: Served, caller: Caller) -> Job:
@@ -212,8 +206,8 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
     for _, caller in work[:-1]:
         caller.last()
     assert bench.idle()
-    wait_for(lambda: not bench.engine.leaving)
-    wait_for(lambda: all(model.closed for model in before if isinstance(model, FakeModel)))
+    wait_until(lambda: not bench.engine.leaving)
+    wait_until(lambda: all(model.closed for model in before if isinstance(model, FakeModel)))
     return [model for model in before if isinstance(model, FakeModel)]
 
 
@@ -234,8 +228,8 @@ def test_what_a_model_that_left_had_opened_is_free_at_once() -> None:
             assert held_of_the_first() >= 3
             for number, make in enumerate(BUNDLES):
                 bench.engine.serve(another(make(), 1 + number)[0])
-            wait_for(lambda: not bench.engine.leaving)
-            wait_for(lambda: held_of_the_first() == 0)
+            wait_until(lambda: not bench.engine.leaving)
+            wait_until(lambda: held_of_the_first() == 0)
     finally:
         gc.enable()
 
