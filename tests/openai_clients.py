@@ -22,6 +22,14 @@ def async_client(server: ServerProcess) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
 
+def generated(raw: httpx.Client, **body: Any) -> dict[str, Any]:
+    """What the server's own route answers."""
+    response = raw.post("/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
 def read_chunks(response: httpx.Response) -> tuple[list[dict[str, Any]], str]:
     """The chunks of a whole stream, and what ended it: `done`, or `error` in the last chunk."""
     assert response.status_code == 200, response.text

@@ -6,6 +6,7 @@ Knows how to start, reach and stop it; deliberately nothing of what it answers.
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,11 @@ class ServerProcess:
             waiting += sending * remote.endswith(port) + unread * local.endswith(port)
         return waiting
 
+    def memory_kib(self, kind: str = "VmRSS") -> int:
+        """What it has in memory, by Linux's names: `VmHWM` is the most that it had."""
+        shown = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(rf"{kind}:\s+(\d+) kB", shown)[0])
+
     def wait_until_it_says(self, text: str) -> None:
         while text not in self.said:
             self.said += self.lines.get(timeout=20)
@@ -71,6 +77,13 @@ class ServerProcess:
         while not self.lines.empty():
             self.said += self.lines.get()
         return self.said
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def run_to_end(

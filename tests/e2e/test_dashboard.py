@@ -6,7 +6,6 @@ Where Debian's prometheus is installed, it scrapes that server and evaluates eve
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from serve.bundle import Calibration, Level
 from serve.metrics import Metrics
 from tests.fixtures.tiny_bundles import CORPUS, build_classify
 from tests.fixtures.tiny_folders import generate_bundle
-from tests.server_process import ServerProcess, server_process
+from tests.server_process import ServerProcess, free_port, server_process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/stepdial.json").read_text(encoding="utf-8"))
@@ -153,9 +152,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
         "scrape_configs": [{"job_name": "stepdial", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     command += [f"--web.listen-address={address}", "--log.level=error"]
     with subprocess.Popen(command, cwd=folder) as process:

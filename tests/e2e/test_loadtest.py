@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from loadtest.target import ENDPOINTS
 from tests.e2e.browser import served
 from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 from tests.loadtest_stub import LADDER, UNHURRIED_S, running_stub
+from tests.server_process import free_port
 
 pytestmark = pytest.mark.long
 
@@ -176,13 +176,6 @@ def test_the_page_starts_a_test_and_shows_its_report() -> None:
             process.wait(timeout=30)
     assert 'judge</td><td class="left">steps=4</td>' in shown
     assert "talker</td>" not in shown
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def fetch_when_up(url: str, patience_s: float = 20.0) -> str:

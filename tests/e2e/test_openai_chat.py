@@ -15,7 +15,7 @@ from serve.api import openai as shapes
 from serve.bundle import open_staging, seal_bundle
 from tests.fixtures.tiny_bundles import restage
 from tests.fixtures.tiny_folders import generate_bundle
-from tests.openai_clients import async_client, read_chunks, sync_client
+from tests.openai_clients import async_client, generated, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
 
 PLAIN, TEMPLATED = "tiny-generate", "tiny-chat"
@@ -56,13 +56,6 @@ def add_template(folder: Path, template: str) -> None:
         (staging / file).write_text(template, encoding="utf-8")
         manifest = replace(plain.manifest, name=folder.name, tokenizer=tokenizer)
         seal_bundle(staging, manifest, folder)
-
-
-def generated(raw: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = raw.post("/v1/generate", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from serve.api import openai as shapes
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
-from tests.openai_clients import async_client, read_chunks, sync_client
+from tests.openai_clients import async_client, generated, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
 
 MODEL, PROMPT = "tiny-generate", "To be"
@@ -27,13 +27,6 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[OpenAI]:
     with sync_client(server) as connected:
         yield connected
-
-
-def generated(raw: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = raw.post("/v1/generate", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 def test_models(client: OpenAI) -> None:

@@ -3,7 +3,7 @@
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from benchmarks.lab import Result
 from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -61,13 +62,6 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
         yield Admin(server, client, folder)
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 10) -> None:
-    end_s = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.02)
-
-
 def test_a_stream_finishes_on_the_model_that_it_began_with(admin: Admin) -> None:
     admin.load("one").raise_for_status()
     asked = ASKED | {"stream": True, "max_tokens": 1500}
@@ -88,7 +82,7 @@ def test_a_stream_finishes_on_the_model_that_it_began_with(admin: Admin) -> None
     during = parse_events(text)
     assert [event["text"] for _, event in during[:-1]] == [event["text"] for _, event in alone[:-1]]
     assert during[-1][0] == "done" and len(during) == 1501
-    wait_for(lambda: ("tiny-generate", "leaving") not in admin.models())
+    wait_until(lambda: ("tiny-generate", "leaving") not in admin.models())
     assert admin.text() == new
 
 
@@ -180,32 +174,27 @@ def test_swaps_keep_memory_flat(admin: Admin) -> None:
     The server gives free memory back every ten seconds, so it may take so long to be seen.
     """
 
-    def resident_kb() -> int:
-        status = Path(f"/proc/{admin.server.process.pid}/status").read_text(encoding="ascii")
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1])
-
     def swap(times: int) -> None:
         for number in range(times):
             admin.load(("one", "two")[number % 2]).raise_for_status()
             admin.text()
-        wait_for(lambda: len(admin.models()) == 1)
+        wait_until(lambda: len(admin.models()) == 1)
 
     def flat() -> bool:
         end_s = time.monotonic() + 20
-        while resident_kb() - before_kb >= 4096:
+        while admin.server.memory_kib() - before_kib >= 4096:
             if time.monotonic() > end_s:
                 return False
             time.sleep(0.1)
         return True
 
     swap(12)
-    before_kb = resident_kb()
+    before_kib = admin.server.memory_kib()
     for _ in range(3):
         swap(24)
         if flat():
             return
-    raise AssertionError(f"{resident_kb() - before_kb} kB more after 72 swaps")
+    raise AssertionError(f"{admin.server.memory_kib() - before_kib} KiB more after 72 swaps")
 
 
 def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
@@ -226,7 +215,7 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         (zoo / "broken").mkdir()
         (zoo / "broken" / "manifest.json").write_text("{", encoding="utf-8")
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: ("new-one", "serving") in admin.models())
+        wait_until(lambda: ("new-one", "serving") in admin.models())
         models = admin.models()
         assert models["tiny-generate", "serving"]["edition"] > 0 and admin.text() != before
         assert models["tiny-classify", "serving"]["edition"] == 0, "it has not changed"
@@ -247,7 +236,7 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
 
         first, second = editions()
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: editions()[0] > first and editions()[1] > second)
+        wait_until(lambda: editions()[0] > first and editions()[1] > second)
         shutil.move(zoo / "new", tmp_path / "away")
         server.process.send_signal(signal.SIGHUP)
         while server.said.count("has vanished") < 2:
@@ -255,7 +244,7 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         build_classify(zoo / "instead", name="new-one", seed=5)
         first = editions()[0]
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: editions()[0] > first)
+        wait_until(lambda: editions()[0] > first)
         shutil.move(tmp_path / "away", zoo / "new")  # another folder has its name now
         server.process.send_signal(signal.SIGHUP)
         server.wait_until_it_says("is named new-one, like")
@@ -284,7 +273,7 @@ def test_sighup_follows_a_link_to_where_it_leads_now(tmp_path: Path) -> None:
         link.unlink()
         link.symlink_to("../store/v2")
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: admin.models()["tiny-generate", "serving"]["edition"] > 0)
+        wait_until(lambda: admin.models()["tiny-generate", "serving"]["edition"] > 0)
         assert admin.text() != before
         admin.load("model").raise_for_status()  # the path that was given
         server.terminate()

@@ -20,15 +20,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.faults.raw_http import GOOD, get, head
 
-if TYPE_CHECKING:
-    from tests.server_process import ServerProcess
-
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY_MIB = 20
+MEMORY_KIB = 20 * 1024
 PROBE_S = 1.0
 _CLIENTS = 4
 _WARM_S, _CALM_S = 5.0, 25.0  # at most: the server returns free memory every 10 s
@@ -172,7 +168,7 @@ class Found:
     server_said: str = ""
     probes_s: list[float] = field(default_factory=list)
     failed_probes: list[str] = field(default_factory=list)
-    memory_mib: tuple[float, float, float] = (0.0, 0.0, 0.0)  # before, at most, after
+    memory_kib: tuple[int, int, int] = (0, 0, 0)  # before, at most, after
     gauges: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -181,14 +177,14 @@ class Found:
 
     def problems(self) -> list[str]:
         """What does not hold, in words."""
-        before, _, after = self.memory_mib
+        before, _, after = self.memory_kib
         said = [*self.lost[:5], *self.failed_probes[:5]]
         if self.lost:
             said.append(f"the server said: {self.server_said[-2000:]}")
         if self.probe_p99_s > PROBE_S:
             said.append(f"probes took {self.probe_p99_s:.2f} s at the 99th percentile")
-        if after - before > MEMORY_MIB:
-            said.append(f"{after - before:.0f} MiB more memory at the end")
+        if after - before > MEMORY_KIB:
+            said.append(f"{(after - before) / 1024:.0f} MiB more memory at the end")
         said += [f"{name} is {value}" for name, value in self.gauges.items() if value]
         if not self.answers:
             said.append("no client was answered")
@@ -217,7 +213,7 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
             thread.start()
         httpx.get(f"{server.url}/docs", timeout=30)  # made once, when it is first asked for
         time.sleep(_WARM_S)
-        before = _mib(server, "VmRSS")
+        before = server.memory_kib()
         command = [sys.executable, "-m", "tests.faults.all_attacks", "--port", str(server.port)]
         lasting = ["--seconds", str(seconds)]
         attackers = [
@@ -237,13 +233,13 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
             attacker.kill()
             attacker.communicate()
         calm_s = time.monotonic() + _CALM_S
-        while _mib(server, "VmRSS") - before > MEMORY_MIB and time.monotonic() < calm_s:
+        while server.memory_kib() - before > MEMORY_KIB and time.monotonic() < calm_s:
             time.sleep(0.1)
         over.set()
         for thread in threads:
             thread.join()
         time.sleep(1)
-        found.memory_mib = (before, _mib(server, "VmHWM"), _mib(server, "VmRSS"))
+        found.memory_kib = (before, server.memory_kib("VmHWM"), server.memory_kib())
         shown = httpx.get(f"{health}/metrics", timeout=30).text
         for name in ("stepdial_in_flight", "stepdial_queue_depth", "stepdial_cache_bytes"):
             found.gauges[name] = float(re.findall(rf"\n{name} (\S+)", shown)[0])
@@ -297,11 +293,6 @@ def _probe(url: str, found: Found, over: threading.Event) -> None:
         over.wait(_PROBE_EVERY_S)
 
 
-def _mib(server: "ServerProcess", what: str) -> float:
-    shown = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(re.findall(rf"{what}:\s+(\d+)", shown)[0]) / 1024
-
-
 def main(arguments: Sequence[str]) -> int:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--seconds", type=float, default=600.0)
@@ -318,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(0.1)
         return 0
     found = run(parsed.seconds, parsed.attacks)
-    before, most, after = found.memory_mib
+    before, most, after = (size / 1024 for size in found.memory_kib)
     print(
         f"{found.answers} answers, {found.put_off} put off, by {found.longest_rest_s:.0f} s "
         f"at most, {len(found.lost)} lost; "

@@ -167,6 +167,7 @@ class Measured:
     """A server, and what it has spent."""
 
     def __init__(self, server: ServerProcess) -> None:
+        self._server = server
         self._process = Path(f"/proc/{server.process.pid}")
         self._client = httpx.Client(
             base_url=server.url,
@@ -201,10 +202,7 @@ class Measured:
         return int((own / "schedstat").read_text().split()[0]) / 1e9
 
     def _memory(self, kind: str) -> int:
-        status = (self._process / "status").read_text()
-        found = re.search(rf"^{kind}:\s+(\d+) kB", status, re.MULTILINE)
-        assert found is not None
-        return int(found.group(1)) * 1024
+        return self._server.memory_kib(kind) * 1024
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,7 +16,7 @@ from tests.server_process import ServerProcess, server_process
 CHARACTERS = 1_000_000
 WORDS = "a good film, and then a bad one " * (CHARACTERS // 32)
 TEXTS = {"words": WORDS, "one word": "q" * CHARACTERS}
-GROWTH_MB = 150
+GROWTH_KIB = 150 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +26,10 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-def resident_mb(server: ServerProcess) -> float:
-    status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii")
-    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
-
-
 @pytest.mark.parametrize("kind", TEXTS)
 def test_sixteen_large_bodies_hold_up_nobody(server: ServerProcess, kind: str) -> None:
     httpx.post(f"{server.url}/v1/classify", json={"input": "warm"}, timeout=30)
-    before_mb = resident_mb(server)
+    before_kib = server.memory_kib()
     requests = [
         (path, json.dumps(body).encode(), status)
         for path, body, status in (
@@ -47,7 +40,7 @@ def test_sixteen_large_bodies_hold_up_nobody(server: ServerProcess, kind: str) -
         )
     ] * 4
     probes_s: list[float] = []
-    memory_mb: list[float] = []
+    memory_kib: list[int] = []
     done = threading.Event()
 
     def probe() -> None:
@@ -56,7 +49,7 @@ def test_sixteen_large_bodies_hold_up_nobody(server: ServerProcess, kind: str) -
                 began_s = time.perf_counter()
                 assert client.get("/health/live").status_code == 200
                 probes_s.append(time.perf_counter() - began_s)
-                memory_mb.append(resident_mb(server))
+                memory_kib.append(server.memory_kib())
                 time.sleep(0.01)
 
     def send(path: str, content: bytes) -> int:
@@ -72,4 +65,4 @@ def test_sixteen_large_bodies_hold_up_nobody(server: ServerProcess, kind: str) -
         probing.result()
     assert statuses == [status for _, _, status in requests]
     assert statistics.median(probes_s) < 0.25
-    assert max(memory_mb) - before_mb < GROWTH_MB
+    assert max(memory_kib) - before_kib < GROWTH_KIB

@@ -18,7 +18,8 @@ from serve.bundle import Shape
 from tests.faults.raw_http import GOOD, head
 from tests.fixtures.tiny_bundles import build_generate
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
-from tests.server_process import ServerProcess, server_process
+from tests.server_process import ServerProcess, free_port, server_process
+from tests.waiting import wait_until
 
 KEY = "an-admin-key-of-some-length"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -34,19 +35,14 @@ def gauges(client: httpx.Client) -> list[float]:
     return [float(re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)[0]) for name in GAUGES]
 
 
-def leave_memory(process: int, size: int) -> None:
-    """Let a process have only so much more than it has."""
-    status = Path(f"/proc/{process}/status").read_text()
-    (held,) = re.findall(r"VmSize:\s+(\d+) kB", status)
-    limit = int(held) * 1024 + size
-    resource.prlimit(process, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+def leave_memory(server: ServerProcess, size: int) -> None:
+    """Let it have only so much more than it has."""
+    limit = server.memory_kib("VmSize") * 1024 + size
+    resource.prlimit(server.process.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 def wait_until_ready(client: httpx.Client) -> None:
-    end_s = time.monotonic() + 10
-    while client.get("/health/ready").status_code != 200:
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    wait_until(lambda: client.get("/health/ready").status_code == 200)
 
 
 def asked(client: httpx.Client, prompt: str, tokens: int) -> httpx.Response:
@@ -65,11 +61,11 @@ def test_a_server_short_of_memory_refuses_loads_and_requests_and_recovers(tmp_pa
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         sound = asked(client, "To be", 10).raise_for_status().json()["text"]
-        leave_memory(server.process.pid, 16 << 20)
+        leave_memory(server, 16 << 20)
         refused = client.post("/admin/models", json={"bundle": str(large)}, headers=BEARER)
         assert refused.status_code == 422
         assert "there is not enough memory" in refused.json()["error"]["message"]
-        leave_memory(server.process.pid, 4 << 20)
+        leave_memory(server, 4 << 20)
         with ThreadPoolExecutor(12) as pool:
             long = list(pool.map(lambda _: asked(client, "To be or not " * 150, 32), range(12)))
         assert {one.status_code for one in long} <= {200, 429, 503}
@@ -124,10 +120,9 @@ def test_without_files_open_connections_are_answered_and_new_ones_again(
         assert set(answers) == {b"HTTP/1.1 200 OK", b""}
         for one in many:
             one.close()
-        end_s = time.monotonic() + 5
-        while len(os.listdir(f"/proc/{process}/fd")) > before:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(
+            lambda: len(os.listdir(f"/proc/{process}/fd")) <= before, "files are left open", 5
+        )
         again = httpx.post(f"{server.url}/v1/classify", json={"input": "x"}, timeout=10)
         assert again.status_code == 200
         assert gauges(client) == [0.0, 0.0, 0.0]
@@ -169,9 +164,7 @@ def test_clients_beyond_the_files_that_there_are_are_told_so() -> None:
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_output_that_nobody_takes_stops_nothing(log_format: str) -> None:
     """A full disk under standard output and error, from the first line on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--port", str(port), "--access-log", "--log-format", log_format]
     folders = [str(classify_bundle().folder), "--admin-folders", str(generate_bundle().folder)]
     with (

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,15 +11,14 @@ import httpx
 import pytest
 
 from tests.fixtures.tiny_folders import classify_bundle
+from tests.server_process import free_port
 
 REQUESTS = 300
 
 
 @pytest.mark.long
 def test_a_pipe_that_nobody_reads_loses_lines_and_nothing_else() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "serve", str(classify_bundle().folder)]
     command += ["--port", str(port), "--access-log", "--log-level", "info"]

@@ -1,10 +1,8 @@
 """What follows a chunked body, and what stands between its chunks: bounded, and never headers."""
 
-import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -43,12 +41,6 @@ def chunked(*trailers: str, body: bytes = GOOD) -> bytes:
     return b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, ends)
 
 
-def memory_kib(server: ServerProcess, what: str) -> int:
-    found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text())
-    assert found is not None
-    return int(found[1])
-
-
 @pytest.mark.parametrize(
     ("path", "first", "piece"),
     [
@@ -64,7 +56,7 @@ def test_what_never_ends_is_cut_and_not_kept(
     server: ServerProcess, key: NewKey, path: str, first: bytes, piece: bytes
 ) -> None:
     sent, began_s = 0, time.monotonic()
-    before_kib = memory_kib(server, "VmRSS")
+    before_kib = server.memory_kib()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall(head(None, CHUNKED, f"x-api-key: {key.secret}", path=path) + first)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -72,7 +64,7 @@ def test_what_never_ends_is_cut_and_not_kept(
                 sent += connection.send(piece)
     # What the system takes on the way counts as sent.
     assert sent < PLENTY / 4 and time.monotonic() - began_s < 10
-    assert memory_kib(server, "VmHWM") - before_kib < ROOM_KIB
+    assert server.memory_kib("VmHWM") - before_kib < ROOM_KIB
     assert httpx.get(f"{server.url}/health/live").status_code == 200
 
 

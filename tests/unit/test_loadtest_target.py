@@ -1,6 +1,5 @@
 """Asking a server what it offers, and the command line in front of it."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,7 @@ from loadtest.target import (
     read_offers,
 )
 from tests.loadtest_stub import LADDER, running_stub
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+from tests.server_process import free_port
 
 
 def test_models_and_ladders_are_read() -> None:
