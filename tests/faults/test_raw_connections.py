@@ -6,14 +6,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.faults.raw_http import GOOD, error_code, exchange, get, head, status, until_closed
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
-from tests.server_process import ServerProcess, server_process
+from tests.server_process import START_S, ServerProcess, server_process
+from tests.waiting import wait_until
 
 CONNECTIONS = 8
 SEND_TIMEOUT_S = 1.0
@@ -40,10 +40,7 @@ def survives(server: ServerProcess) -> Iterator[None]:
 
 
 def wait_for(server: ServerProcess, line: str) -> None:
-    end_s = time.monotonic() + 10
-    while line not in httpx.get(f"{server.url}/metrics").text:
-        assert time.monotonic() < end_s, f"no {line}"
-        time.sleep(0.02)
+    wait_until(lambda: line in httpx.get(f"{server.url}/metrics").text, f"no {line}", START_S)
 
 
 def connect(server: ServerProcess, receive_bytes: int | None = None) -> socket.socket:
@@ -93,9 +90,12 @@ def test_what_follows_a_request_does_not_spoil_its_answer(server: ServerProcess)
 
 def test_requests_sent_ahead_are_answered_in_order_up_to_a_limit(server: ServerProcess) -> None:
     with connect(server) as connection:
-        connection.sendall(get("/health/live") * 40 + get("/health/ready", LAST))
+        connection.sendall(head(len(GOOD)) + GOOD + get("/health/live") * 40)
+        connection.sendall(get("/health/ready", LAST))
         received = until_closed(connection, 5)
-    assert received.count(b"HTTP/1.1 200 OK") == 41 and received.count(b'"ready"') == 1
+    assert received.count(b"HTTP/1.1 200 OK") == 42
+    assert received.index(b'"results"') < received.index(b'"live"')
+    assert received.rindex(b'"live"') < received.index(b'"ready"')
     with connect(server) as connection:
         connection.sendall(get("/health/live") * 5000)
         received = until_closed(connection, 5)
@@ -131,13 +131,13 @@ def test_a_client_that_never_reads_holds_little_memory_and_is_cut_off(
 ) -> None:
     """What is sent to it fills what the system holds for it, then what the server does."""
     page_kib = len(httpx.get(f"{server.url}/docs").content) / 1024
-    before_kib = resident_kib(server)
+    before_kib = server.memory_kib()
     with ExitStack() as held:
         deaf = [held.enter_context(connect(server, 4096)) for _ in range(5)]
         for connection in deaf:
             connection.sendall(get("/docs") * 60)
         time.sleep(SEND_TIMEOUT_S / 2)
-        assert resident_kib(server) - before_kib < 5 * (64 + 4 * page_kib) + 4096
+        assert server.memory_kib() - before_kib < 5 * (64 + 4 * page_kib) + 4096
         time.sleep(SEND_TIMEOUT_S)
         for connection in deaf:
             assert was_cut_off(connection)
@@ -158,10 +158,3 @@ def was_cut_off(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return False
-
-
-def resident_kib(server: ServerProcess) -> int:
-    shown = Path(f"/proc/{server.process.pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", shown)
-    assert found is not None
-    return int(found[1])
