@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,28 +251,9 @@ def test_layers_as_far_apart_as_can_be() -> None:
         apart(7, 6)
 
 
-def spoil_family(folder: Path) -> None:
-    change(folder, model_type="t5")
-
-
-def spoil_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def spoil_bytes(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"not weights")
-
-
-def spoil_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def spoil_activation(folder: Path) -> None:
-    change(folder, hidden_act="silu")
-
-
-def spoil_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def spoil_index(folder: Path) -> None:
@@ -297,27 +279,35 @@ def spoil_precision(folder: Path) -> None:
     save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
 
 
-def change(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "family": (lambda folder: change(folder, model_type="t5"), "model_type is 't5'"),
+    "weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "safe_serialization",
+    ),
+    "bytes": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"not weights"),
+        "is damaged or missing",
+    ),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "activation": (
+        lambda folder: change(folder, hidden_act="silu"),
+        "hidden_act = 'silu' is not supported",
+    ),
+    "config": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+    "index": (spoil_index, "weight_map must name the file of each weight"),
+    "ids": (spoil_ids, "whose ids do not fit"),
+    "vocabulary": (
+        spoil_vocabulary,
+        r"tokens, whose ids do not fit the \d+ rows of the embedding",
+    ),
+    "precision": (spoil_precision, r"weight is torch\.int8, without its scales"),
+}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (spoil_family, "model_type is 't5'"),
-        (spoil_weights, "safe_serialization"),
-        (spoil_bytes, "is damaged or missing"),
-        (spoil_tokenizer, "has no tokenizer.json"),
-        (spoil_activation, "hidden_act = 'silu' is not supported"),
-        (spoil_config, "not valid JSON"),
-        (spoil_index, "weight_map must name the file of each weight"),
-        (spoil_ids, "whose ids do not fit"),
-        (spoil_vocabulary, r"tokens, whose ids do not fit the \d+ rows of the embedding"),
-        (spoil_precision, r"weight is torch\.int8, without its scales"),
-    ],
-)
-def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_cannot_be_read_is_said(case: str, tmp_path: Path) -> None:
+    spoil, said = SPOILT[case]
     write_folder(tmp_path, "bert")
     spoil(tmp_path)
     with pytest.raises(PretrainedError, match=said):
