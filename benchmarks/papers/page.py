@@ -8,6 +8,7 @@ Measures nothing. Experiments without a measured run are listed as not run yet.
 
 import argparse
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -27,13 +28,13 @@ from train.evaluate import ADAPTIVE
 
 
 AnyGroups = Mapping[str, Sequence[Measured]]
-MOST_INSIDE = 5  # lines; the names of more stand beside the picture
+LEVELS = ("--", "-.", ":")  # of models of one depth; three of a shade of grey
 
 
 def draw_quality(title: str, groups: AnyGroups, path: Path) -> None:
     """One line a group; models of one depth are level lines."""
     figure, axes = _canvas(title)
-    metric = "loss"
+    metric, levels = "loss", itertools.count()
     for name, runs in groups.items():
         metric = runs[0].points[0].metric
         counts = sorted({p.steps for run in runs for p in run.points if p.steps})
@@ -42,7 +43,9 @@ def draw_quality(title: str, groups: AnyGroups, path: Path) -> None:
             found = [point.value for run in runs if (point := run.at(count)) is not None]
             means.append(statistics.mean(found))
         if len(counts) == 1:
-            axes.axhline(means[0], linestyle="--", linewidth=1, label=name, color=_grey(name))
+            level = next(levels)
+            style, grey = LEVELS[level % 3], f"{min(0.7, 0.2 + 0.25 * (level // 3)):.2f}"
+            axes.axhline(means[0], linestyle=style, linewidth=1, label=name, color=grey)
         else:
             axes.plot(counts, means, marker="o", markersize=4, label=name)
             axes.set_xscale("log", base=2)
@@ -82,7 +85,7 @@ def _canvas(title: str) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.8, 3.8), layout="constrained")
     colours = matplotlib.rcParams["axes.prop_cycle"]
     axes.set_prop_cycle(cycler(linestyle=["-", ":"]) * colours)  # ten, then ten dotted
     axes.set_title(title, fontsize=10)
@@ -90,18 +93,11 @@ def _canvas(title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _grey(name: str) -> str:
-    return f"{0.2 + 0.5 * (sum(name.encode()) % 7) / 7:.2f}"
-
-
 def _finish(figure: Any, axes: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    if len(axes.get_lines()) > MOST_INSIDE:
-        figure.set_size_inches(8.8, 3.8)
-        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    else:
-        axes.legend(fontsize=7, frameon=False)
+    # Beside the lines: within they would hide some.
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
