@@ -27,6 +27,7 @@ from serve.predict import _label_of_each, _Text, _words
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
+from tests.fixtures.tiny_folders import classify_bundle
 
 ZOO = Path(__file__).parents[2] / "zoo"
 TEXTS = ["Stocks fell on Monday", "The team scored twice", "A new phone", "x " * 500]
@@ -400,6 +401,7 @@ def test_a_closed_standard_stream_is_named(
 def test_an_archive_that_cannot_be_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = str(classify_bundle().folder)
     rows = "".join(f"{n * 7919}\n" for n in range(20_000))
     for pack, name in ((gzip, "in.csv.gz"), (lzma, "in.csv.xz")):
         whole = pack.compress(f"text\n{rows}".encode())
@@ -407,7 +409,7 @@ def test_an_archive_that_cannot_be_read_is_named(
         for data in (whole[:-500], altered, b"text\na\n"):
             table = tmp_path / name
             table.write_bytes(data)
-            words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+            words = ["predict", model, "--input", str(table), "--text", "text"]
             assert main([*words, "--steps", "1", "--output", str(tmp_path / "out.csv")]) == 2
             assert f"{name} cannot be read: " in capsys.readouterr().err
             assert not (tmp_path / "out.csv").exists()
