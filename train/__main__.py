@@ -23,6 +23,7 @@ from train.recipe import (
 )
 
 if TYPE_CHECKING:
+    from train.classifier_report import Scores
     from train.convert import Conversion
 
 MOST_STEPS = 1000  # of one answer
@@ -294,7 +295,7 @@ def _train(arguments: argparse.Namespace) -> int:
     train(recipe, folder, begin=baseline.say)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
         target = Path("bundles") / folder.name
-        _report(folder, baseline.accuracy)
+        _report(folder, baseline.scores)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
     return 0
 
@@ -389,7 +390,7 @@ def _run_conversion(model: str, folder: Path, request: "Conversion", data: str) 
 
     baseline = Baseline()
     convert(model, folder, request, data, begin=baseline.say)
-    _report(folder, baseline.accuracy)
+    _report(folder, baseline.scores)
     counts = ",".join(map(str, request.steps))
     target = Path("bundles") / folder.name
     export = command(
@@ -399,7 +400,7 @@ def _run_conversion(model: str, folder: Path, request: "Conversion", data: str) 
     print(f"      {export}")
 
 
-def _report(folder: Path, baseline: float | None) -> None:
+def _report(folder: Path, baseline: "Scores | None") -> None:
     from train.classifier_report import print_report, report_run
 
     report = report_run(folder, baseline)

@@ -5,6 +5,7 @@ shows whether a model is worth more than that.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +24,26 @@ MOST_ROWS = 2000  # held-out rows that are answered at each step count
 ROWS_AT_ONCE = 32
 MOST_SHOWN = 12  # classes of a confusion matrix
 
+Confusion = tuple[tuple[int, ...], ...]  # rows by true class and by answer
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    accuracy: float
+    macro_f1: float  # mean F1 of the classes
+
 
 @dataclass(frozen=True, slots=True)
 class ClassifierReport:
     labels: tuple[str, ...]
-    hits: dict[int, int]  # right answers by steps
-    confusion: tuple[tuple[int, ...], ...]  # rows by true class and by answer, at full steps
+    confusions: dict[int, Confusion]  # by steps, the most last
     chance: float  # share of the most frequent class
-    baseline: float | None  # accuracy of the bag of words; None if it was not measured
+    baseline: Scores | None  # of the bag of words; None if it was not measured
+
+    @property
+    def confusion(self) -> Confusion:
+        """At full steps."""
+        return self.confusions[max(self.confusions)]
 
     @property
     def rows(self) -> int:
@@ -38,7 +51,7 @@ class ClassifierReport:
 
 
 def report_run(
-    folder: Path, baseline: float | None = None, most_rows: int = MOST_ROWS
+    folder: Path, baseline: Scores | None = None, most_rows: int = MOST_ROWS
 ) -> ClassifierReport | None:
     """The report of a run; None if it does not give every row one of some classes."""
     model, recipe, tokenizer, _ = load_run(folder)
@@ -47,29 +60,36 @@ def report_run(
         return None
     batches = _some(list(dataset.held_out(ROWS_AT_ONCE)), most_rows)
     counts = [1] if model.discrete else ladder_of(recipe)
-    answers: dict[int, list[int]] = {}
     targets = [int(one) for batch in batches for one in batch.targets]
     shown = ", ".join(map(str, counts))
     print(f"measuring {len(targets):,} held-out rows, step counts {shown}", flush=True)
+    classes = range(len(dataset.labels))
+    confusions: dict[int, Confusion] = {}
     with torch.no_grad():
         for steps in counts:
             found = [
                 model(*batch.inputs, steps=steps, method=recipe.steps.method).logits.argmax(-1)
                 for batch in batches
             ]
-            answers[steps] = [int(one) for part in found for one in part]
-    classes = range(len(dataset.labels))
-    pairs = Counter(zip(targets, answers[counts[-1]], strict=True))
-    return ClassifierReport(
-        dataset.labels,
-        {
-            steps: sum(a == b for a, b in zip(found, targets, strict=True))
-            for steps, found in answers.items()
-        },
-        tuple(tuple(pairs[true, said] for said in classes) for true in classes),
-        max(Counter(targets).values()) / len(targets),
-        baseline,
-    )
+            answers = [int(one) for part in found for one in part]
+            confusions[steps] = _confusion(targets, answers, classes)
+    chance = max(Counter(targets).values()) / len(targets)
+    return ClassifierReport(dataset.labels, confusions, chance, baseline)
+
+
+def _confusion(
+    targets: Iterable[object], answers: Iterable[object], classes: Sequence[object]
+) -> Confusion:
+    pairs = Counter(zip(targets, answers, strict=True))
+    return tuple(tuple(pairs[true, said] for said in classes) for true in classes)
+
+
+def scores_of(confusion: Confusion) -> Scores:
+    """Of all rows. A class that no row has and no answer gives is left out of the mean."""
+    right = [row[i] for i, row in enumerate(confusion)]
+    found = [sum(row) + sum(said[i] for said in confusion) for i, row in enumerate(confusion)]
+    f1s = [2 * hits / both for hits, both in zip(right, found, strict=True) if both]
+    return Scores(sum(right) / sum(map(sum, confusion)), sum(f1s) / len(f1s))
 
 
 def _some(batches: list[Batch], rows: int) -> list[Batch]:
@@ -79,9 +99,9 @@ def _some(batches: list[Batch], rows: int) -> list[Batch]:
 
 
 class Baseline:
-    """The accuracy of the bag of words, once it is measured."""
+    """The scores of the bag of words, once they are measured."""
 
-    accuracy: float | None = None
+    scores: Scores | None = None
 
     def say(self, recipe: Recipe) -> None:
         """Measure it on the data of a recipe, and print it or why there is none."""
@@ -91,23 +111,24 @@ class Baseline:
         if find_spec("sklearn") is None:
             why = "that needs scikit-learn (pip install scikit-learn)"
         else:
-            self.accuracy = bag_of_words(train, test)
+            self.scores = bag_of_words(train, test)
             one = len({label for _, label in train}) == 1
             why = "all rows to train on have one label" if one else "no word is in two texts"
-        if self.accuracy is None:
+        if self.scores is None:
             said = f"There is no bag of words to compare with: {why}."
         else:
             counts = Counter(label for _, label in test)
             chance = max(counts.values()) / len(test)
-            if at_chance(round(self.accuracy * len(test)), len(test), chance):
+            accuracy = self.scores.accuracy
+            if at_chance(round(accuracy * len(test)), len(test), chance):
                 better = "too few rows to tell it from always giving the same answer"
-            elif self.accuracy < 1:
+            elif accuracy < 1:
                 better = "the model should do better"
             else:
                 better = "the model is not needed"
             said = (
                 "A bag of words (TF-IDF and logistic regression) labels "
-                f"{100 * self.accuracy:.1f} % of the {len(test):,} held-out rows right: {better}."
+                f"{100 * accuracy:.1f} % of the {len(test):,} held-out rows right: {better}."
             )
         print(said, flush=True)
         texts = {text for text, _ in train}
@@ -127,8 +148,8 @@ class Baseline:
             )
 
 
-def bag_of_words(train: Rows, test: Rows) -> float | None:
-    """Accuracy of TF-IDF with logistic regression; None of one class, or of no common word."""
+def bag_of_words(train: Rows, test: Rows) -> Scores | None:
+    """TF-IDF with logistic regression; None of one class, or of no common word."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -146,7 +167,9 @@ def bag_of_words(train: Rows, test: Rows) -> float | None:
             model.fit([text for text, _ in train], [label for _, label in train])
         except ValueError:
             continue
-        return float(model.score([text for text, _ in test], [label for _, label in test]))
+        targets = [label for _, label in test]
+        answers = [str(one) for one in model.predict([text for text, _ in test])]
+        return scores_of(_confusion(targets, answers, sorted({*targets, *answers})))
     return None
 
 
@@ -160,17 +183,23 @@ def _rows_of(recipe: Recipe) -> tuple[Rows, Rows]:
 
 
 def print_report(report: ClassifierReport) -> None:
-    print(f"\n{'steps':>13}  accuracy  95 % interval   ({report.rows:,} held-out rows)")
-    for steps, hits in report.hits.items():
-        low, high = wilson(hits, report.rows)
-        print(f"{steps:>13}  {hits / report.rows:8.4f}  {low:.4f} to {high:.4f}")
-    most = max(report.hits.values())
-    if report.baseline is not None:
-        print(f" bag of words  {report.baseline:8.4f}  TF-IDF and logistic regression, of all rows")
+    rows = report.rows
+    print(f"\n{'steps':>13}  accuracy  95 % interval     macro F1   ({rows:,} held-out rows)")
+    scores = {steps: scores_of(confusion) for steps, confusion in report.confusions.items()}
+    for steps, one in scores.items():
+        low, high = wilson(round(one.accuracy * rows), rows)
+        interval = f"{low:.4f} to {high:.4f}"
+        print(f"{steps:>13}  {one.accuracy:8.4f}  {interval}  {one.macro_f1:8.4f}")
+    most, bag = max(one.accuracy for one in scores.values()), report.baseline
+    if bag is not None:
+        print(
+            f" bag of words  {bag.accuracy:8.4f}  {'':16}  {bag.macro_f1:8.4f}   "
+            "TF-IDF and logistic regression, of all rows"
+        )
     print(f"always the same {report.chance:6.4f}  the most frequent class")
-    if at_chance(most, report.rows, report.chance):
+    if at_chance(round(most * rows), rows, report.chance):
         print("WARNING: this is not shown to be better than always answering the same class")
-    elif report.baseline is not None and most / report.rows < report.baseline:
+    elif bag is not None and most < bag.accuracy:
         print("WARNING: a bag of words is more accurate, and far cheaper: see docs/own-data.md")
     print()
     for line in confusion_lines(report):

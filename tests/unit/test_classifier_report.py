@@ -3,10 +3,12 @@
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import accuracy_score, f1_score
 
 from export.inspect import describe
 from serve.bundle import read_bundle
@@ -16,12 +18,15 @@ from train.checkpoint import Run, load_run
 from train.classifier_report import (
     Baseline,
     ClassifierReport,
+    Scores,
+    _confusion,
     _rows_of,
     at_chance,
     bag_of_words,
     confusion_lines,
     print_report,
     report_run,
+    scores_of,
 )
 from train.data import open_dataset
 from train.loop import ending
@@ -151,7 +156,7 @@ def test_where_no_word_is_in_two_texts_it_says_so(
     table.write_text("text,label\n" + "".join(f"w{i},{'ab'[i % 2]}\n" for i in range(40)))
     baseline = Baseline()
     baseline.say(load_recipe("classifier", data=str(table)))
-    assert baseline.accuracy is None
+    assert baseline.scores is None
     assert "no word is in two texts" in capsys.readouterr().out
     table.write_text("text,label\n" + "a word,a\n" * 10 + "another word,b\n")
     recipes = (load_recipe("classifier", [f"run.seed={n}"], data=str(table)) for n in range(200))
@@ -185,28 +190,33 @@ def test_a_class_without_a_held_out_row_is_named(
 
 
 def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8)
-    assert confusion_lines(report)[1].split() == [
-        "no",
-        "0.8182",
-        "0.7500",
-        "0.7826",
-        "60",
-        "45",
-        "15",
-    ]
-    assert confusion_lines(report)[2].split() == [
-        "yes",
-        "0.6667",
-        "0.7500",
-        "0.7059",
-        "40",
-        "10",
-        "30",
-    ]
+    full = ((45, 15), (10, 30))
+    report = ClassifierReport(
+        ("no", "yes"), {1: ((60, 0), (40, 0)), 2: full}, 0.6, Scores(0.8, 0.79)
+    )
+    assert report.rows == 100 and report.confusion == full
+    lines = [line.split() for line in confusion_lines(report)]
+    assert lines[1] == ["no", "0.8182", "0.7500", "0.7826", "60", "45", "15"]
+    assert lines[2] == ["yes", "0.6667", "0.7500", "0.7059", "40", "10", "30"]
     print_report(report)
-    assert "a bag of words is more accurate" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "a bag of words is more accurate" in printed
+    shown = [line.split() for line in printed.splitlines()[2:5]]
+    assert shown[0] == ["1", "0.6000", "0.5020", "to", "0.6906", "0.3750"]
+    assert shown[1] == ["2", "0.7500", "0.6570", "to", "0.8245", "0.7442"]
+    assert shown[2][:5] == ["bag", "of", "words", "0.8000", "0.7900"]
     assert at_chance(52, 100, 0.5) and not at_chance(75, 100, 0.5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scores_are_those_of_scikit_learn(seed: int) -> None:
+    draw, classes = Random(seed), range(4)
+    rows = [(draw.choice(classes[:3]), draw.choice(classes[seed % 2 :])) for _ in range(5 + seed)]
+    targets, answers = zip(*rows, strict=True)
+    scores = scores_of(_confusion(targets, answers, classes))
+    assert scores.accuracy == pytest.approx(accuracy_score(targets, answers))
+    expected = f1_score(targets, answers, average="macro", zero_division=0)
+    assert scores.macro_f1 == pytest.approx(expected)
 
 
 class Stubborn:
@@ -236,10 +246,11 @@ def test_a_report_counts_rows_by_their_class_and_the_answers_of_all_steps(
     model: Any = Stubborn()
     run = Run(model, recipe, open_dataset(recipe).tokenizer, {})
     monkeypatch.setattr("train.classifier_report.load_run", lambda _: run)
-    report = report_run(tmp_path, 0.5)
+    report = report_run(tmp_path, Scores(0.5, 0.5))
     assert report is not None and report.labels == ("a", "b", "c")
     assert report.confusion == tuple((0, held[label], 0) for label in "abc")
-    assert report.hits == {1: held["a"], 2: held["b"]}
+    right = {steps: sum(m[i][i] for i in range(3)) for steps, m in report.confusions.items()}
+    assert right == {1: held["a"], 2: held["b"]}
     assert report.chance == max(held.values()) / 300 > min(held.values()) / 300
     model.lengths.clear()
     some = report_run(tmp_path, None, most_rows=96)
@@ -351,7 +362,7 @@ def test_a_bag_of_words_of_one_letter_and_one_of_too_few_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     letters = [(f"{'x y' if one else 'z'} q", "ab"[one]) for one in (0, 1) * 20]
-    assert bag_of_words(letters, letters) == 1.0
+    assert bag_of_words(letters, letters) == Scores(1.0, 1.0)
     table = tmp_path / "table.csv"
     table.write_text("text,label\n" + "one a,a\n" * 40 + "two b,b\n")
     flags = [part for one in TINY for part in ("--set", one)]
