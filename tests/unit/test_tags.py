@@ -99,6 +99,18 @@ def test_between_tabs_a_word_may_hold_spaces(tmp_path: Path) -> None:
     assert rows == [(["10 000", "euros"], ["NUM", "NOUN"]), (["5\u00a0000"], ["NUM"])]
 
 
+def test_of_conll_u_the_words_are_read_once(tmp_path: Path) -> None:
+    def line(number: str, word: str, kind: str) -> str:
+        return "\t".join([number, word, "_", kind, *"______"])
+
+    first = ["# sent_id = 1", line("1-2", "Can't", "_"), line("1", "Ca", "AUX")]
+    rest = [line("2", "n't", "PART"), line("3", "1-2", "NUM"), line("3.1", "go", "VERB"), ""]
+    lines = [*first, *rest, "# sent_id = 2", line("1", "Go", "VERB"), ""]
+    (tmp_path / "train.conllu").write_text("\n".join(lines))
+    rows = read_tags(recipe_of(tmp_path, "data.text=1", "data.label=3").data, "train.conllu")
+    assert rows == [(["Ca", "n't", "1-2"], ["AUX", "PART", "NUM"]), (["Go"], ["VERB"])]
+
+
 def test_a_word_may_have_no_label_but_a_label_has_its_word(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"words": ["a", "b", "c", 4], "tags": ["X", null, "Y", NaN]}')

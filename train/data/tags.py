@@ -34,6 +34,10 @@ from train.recipe import DataConfig
 
 _log = logging.getLogger("stepdial")
 
+# In CoNLL-U, the numbers of lines beside the words: several at once (4-5), one left out (5.1).
+_BESIDE = re.compile(r"\d+[-.]\d+")
+_CONLL_U_COLUMNS = 10
+
 
 class Tagged(NamedTuple):
     """A text as words, and the label of each; a word without one is None."""
@@ -105,6 +109,8 @@ def _from_conll(
         line = line.strip()
         # Between tabs a word may hold spaces, as in "10 000".
         cells = re.split(r"\s*\t\s*" if "\t" in line else " +", line) if line else []
+        if "\t" in line and len(cells) == _CONLL_U_COLUMNS and _BESIDE.fullmatch(cells[0]):
+            continue
         comment = not words and line.split()[:1] == ["#"]  # within a text, # is a word like others
         if cells and cells[0] != "-DOCSTART-" and not comment:
             try:
