@@ -43,6 +43,7 @@ class Measured(NamedTuple):
 
     quality: Quality
     per_row: PerRow  # (R,): of each held-out row; the quality is their mean
+    macro_f1: float | None = None  # of one answer a row: the mean F1 of the classes
 
 
 def held_out_batches(dataset: Dataset, manifest: Manifest, samples: int | None) -> Iterable[Batch]:
@@ -94,6 +95,8 @@ def add_answers(tally: Sums, batch: Batch, logits: FloatArray) -> None:
     chosen = np.where(counted, targets, 0).reshape(-1, 1)
     right = np.take_along_axis(apart.reshape(-1, classes), chosen, 1)[:, 0]
     np.exp(apart, out=apart)
+    if targets.ndim == 1:
+        tally.pairs.update(zip(targets.tolist(), answers.tolist(), strict=True))
     losses = np.where(counted.reshape(-1), np.log(apart.sum(-1)).reshape(-1) - right, 0)
     tally.add_rows(
         losses.reshape(rows, -1).sum(1).tolist(),
@@ -110,6 +113,7 @@ def measured_by(tally: Sums, labelled: bool) -> Measured:
     return Measured(
         Quality(metric, quality.value, quality.low, quality.high, quality.samples, quality.whole),
         tally.per_row(labelled),
+        quality.macro_f1,
     )
 
 
@@ -253,11 +257,14 @@ def print_beside_manifest(bundle: Bundle, rows: dict[int, Measured]) -> None:
     metric = bundle.manifest.rungs[0].quality.metric
     print(f"{bundle.manifest.name}, {bundle.manifest.method}, in the serving runtime")
     print(f"{'steps':>5} {metric:>9}  {'95 % interval':<18} {'samples':>8} {'manifest':>9}")
-    for steps, (q, _) in rows.items():
+    for steps, (q, _, _) in rows.items():
         known = bundle.manifest.rung(steps).quality.value
         interval = f"{q.low:.4f} to {q.high:.4f}"
         whole = "" if q.exact is None else f"  {100 * q.exact:.2f} % of rows right as a whole"
         print(f"{steps:>5} {q.value:>9.4f}  {interval:<18} {q.samples:>8} {known:>9.4f}{whole}")
+    f1s = [f"{one.macro_f1:.4f}" for one in rows.values() if one.macro_f1 is not None]
+    if f1s:
+        print(f"macro F1: {' / '.join(f1s)}")
     ladder = [bundle.manifest.rung(steps) for steps in sorted(rows)]
     measured = dataclasses.replace(
         bundle.manifest,

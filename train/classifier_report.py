@@ -18,7 +18,7 @@ from train.data.batch import Batch
 from train.data.tables import Rows, divide, read_table
 from train.recipe import Recipe
 from train.schedule import ladder_of
-from train.tally import wilson
+from train.tally import macro_f1, wilson
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count
 ROWS_AT_ONCE = 32
@@ -85,11 +85,10 @@ def _confusion(
 
 
 def scores_of(confusion: Confusion) -> Scores:
-    """Of all rows. A class that no row has and no answer gives is left out of the mean."""
-    right = [row[i] for i, row in enumerate(confusion)]
-    found = [sum(row) + sum(said[i] for said in confusion) for i, row in enumerate(confusion)]
-    f1s = [2 * hits / both for hits, both in zip(right, found, strict=True) if both]
-    return Scores(sum(right) / sum(map(sum, confusion)), sum(f1s) / len(f1s))
+    classes = range(len(confusion))
+    right = sum(confusion[one][one] for one in classes)
+    pairs = {(true, said): confusion[true][said] for true in classes for said in classes}
+    return Scores(right / sum(pairs.values()), macro_f1(pairs))
 
 
 def _some(batches: list[Batch], rows: int) -> list[Batch]:

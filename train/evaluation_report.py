@@ -21,6 +21,9 @@ def print_report(report: "Report") -> None:
         for row in (row for row in report.rows if row.method == method):
             print(_line(row))
         print("as full: the share of answers that are those of all steps")
+        f1s = [row.quality.macro_f1 for row in report.rows if row.method == method]
+        if None not in f1s:
+            print(f"macro F1: {' / '.join(f'{one:.4f}' for one in f1s)}")
         if any(row.quality.whole is not None for row in report.rows):
             print(f"right in all positions: {_whole(report, method)}")
         if method in report.ranges:

@@ -19,7 +19,10 @@ class Tally(Sums):
         flat, targets = logits.float().reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
         each = F.cross_entropy(flat, targets, reduction="none", ignore_index=IGNORED)
         counted = (batch.targets != IGNORED).view(batch.rows, -1)
-        hits = (flat.argmax(-1) == targets).view(batch.rows, -1)
+        answers = flat.argmax(-1)
+        if batch.targets.dim() == 1:
+            self.pairs.update(zip(targets.tolist(), answers.tolist(), strict=True))
+        hits = (answers == targets).view(batch.rows, -1)
         losses = each.view(batch.rows, -1)
         self.add_rows(losses.sum(1).tolist(), counted.sum(1).tolist(), hits.sum(1).tolist(), cost)
 

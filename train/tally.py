@@ -5,7 +5,8 @@ Without torch, so that a bundle can be measured where only its server is install
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ class Quality:
     loss: float  # cross-entropy, whatever the metric
     cost: float  # transport cost; 0 where it was not computed
     whole: float | None = None  # of several answers a row: the share of rows that are right in all
+    macro_f1: float | None = None  # of one answer a row: the mean F1 of the classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Sums:
         self._losses = array("d")  # sums over what counts in it
         self._counts = array("d")
         self._hits = array("d")  # right answers
+        self.pairs = Counter[tuple[int, int]]()  # of one answer a row: the class and the answer
         self._rows = 0
         self._cost = 0.0
 
@@ -107,7 +110,8 @@ class Sums:
         if labelled and tokens == rows:
             right = int(hits.sum())
             low, high = wilson(right, rows)
-            return Quality("accuracy", right / rows, low, high, rows, loss, cost)
+            f1 = macro_f1(self.pairs) if self.pairs else None
+            return Quality("accuracy", right / rows, low, high, rows, loss, cost, macro_f1=f1)
         if labelled:  # a label a position: positions of a row are not independent
             share = float(hits.sum()) / tokens
             spread = _spread(hits, counts)
@@ -130,6 +134,20 @@ def _spread(sums: PerRow, counts: PerRow) -> float:
 
 def _numbers(values: "array[float]") -> PerRow:
     return np.array(values, np.float64)
+
+
+def macro_f1(pairs: Mapping[tuple[int, int], int]) -> float:
+    """The mean F1 of the classes, of how many rows have each pair of a class and an answer.
+
+    A class that no row has and no answer gives is left out.
+    """
+    right, seen = Counter[int](), Counter[int]()
+    for (true, said), rows in pairs.items():
+        seen[true] += rows
+        seen[said] += rows
+        right[true] += rows * (true == said)
+    found = [2 * right[one] / both for one, both in seen.items() if both]
+    return sum(found) / len(found)
 
 
 def wilson(hits: int, rows: int) -> tuple[float, float]:

@@ -357,6 +357,7 @@ def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path
         done = run_python(SERVER_ONLY, *command)
         assert done.returncode == 0, done.stderr
         assert "in the serving runtime" in done.stdout
+        assert ("\nmacro F1: 0." in done.stdout) == (model == "topics")
         # The same figures as where torch is installed.
         assert (
             done.stdout

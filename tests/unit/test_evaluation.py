@@ -30,6 +30,7 @@ def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None
     assert found.gain.better == pytest.approx(best.quality.value - rows[0].quality.value)
     for quality in (row.quality for row in rows):
         assert quality.metric == "accuracy" and quality.samples == 510
+        assert quality.macro_f1 is not None and 0 < quality.macro_f1 <= 1
         assert 0 <= quality.low <= quality.value <= quality.high <= 1
         assert quality.cost > 0
 
@@ -111,6 +112,21 @@ def test_whole_rows_are_those_of_the_method_above(capsys: pytest.CaptureFixture[
     print_report(report_of(row(1, 0.6, 0.1), row(4, 0.9, 0.7), row(4, 0.9, 0.8, "heun")))
     lines = [line for line in capsys.readouterr().out.splitlines() if "in all positions" in line]
     assert [line.partition(": ")[2] for line in lines] == ["10.0 % / 70.0 %", "80.0 %"]
+
+
+def test_the_macro_f1_of_a_classifier_is_below_its_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [row(1, 0.6), row(4, 0.9), row(4, 0.9, method="heun")]
+    scored = [
+        dataclasses.replace(one, quality=dataclasses.replace(one.quality, macro_f1=value))
+        for one, value in zip(rows, (0.5, 0.75, 0.8), strict=True)
+    ]
+    print_report(report_of(*scored))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "F1" in line]
+    assert lines == ["macro F1: 0.5000 / 0.7500", "macro F1: 0.8000"]
+    print_report(report_of(*rows))
+    assert "F1" not in capsys.readouterr().out
 
 
 def test_an_interval_without_ends_is_null_in_json(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import f1_score
 from torch import Tensor
 
+from export.quality import add_answers, measured_by
 from train.data.batch import IGNORED, Batch, Sizes
 from train.model import build_model
 from train.quality import Tally, measure_model
 from train.recipe import ModelConfig
-from train.tally import wilson
+from train.tally import Sums, wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])
 LONGEST = 8
@@ -53,12 +55,29 @@ def test_of_rows_of_one_length_the_interval_is_that_of_their_means() -> None:
     assert quality.high - quality.value == pytest.approx(half, rel=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_label_a_row_has_the_macro_f1_of_scikit_learn(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    targets = torch.randint(0, 3, (30,), generator=draw)  # of the fourth class there is none
+    logits = torch.randn(30, 4, generator=draw)
+    if seed % 2:
+        logits[:, 3] = -math.inf  # nor is it answered
+    answers = logits.argmax(-1)
+    tally, found = tally_of(logits, targets), Sums()
+    expected = f1_score(targets, answers, average="macro", zero_division=0)
+    assert tally.quality(True).macro_f1 == pytest.approx(expected)
+    assert tally.quality(False).macro_f1 is None
+    add_answers(found, Batch((targets,), targets), logits.numpy())  # as a bundle is measured
+    assert measured_by(found, True).macro_f1 == pytest.approx(expected)
+
+
 def test_labels_of_positions_are_a_share_of_them_and_rows_are_right_in_all_or_not() -> None:
     right = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, IGNORED], [0, 0, 0, 0]]
     targets = torch.tensor(right)
     logits = torch.tensor([0.0, 1.0]).expand(4, 4, 2)  # the answer is 1 everywhere
     found = tally_of(logits, targets).quality(True)
     assert (found.metric, found.samples, found.whole) == ("accuracy", 15, 0.5)
+    assert found.macro_f1 is None
     assert found.value == pytest.approx(9 / 15)
     counts, hits = (torch.tensor(each).double() for each in ([4, 4, 3, 4], [4, 2, 3, 0]))
     assert (found.low, found.high) == (0, 1)  # of four rows
