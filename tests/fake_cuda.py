@@ -1,14 +1,18 @@
 """A stand-in for cuda.bindings.runtime, for machines without a GPU.
 
-Its memory is the host's, and its streams do at once what they are given; but nothing may be copied
-that was not allocated, and a captured graph does what it was captured with.
+Its memory is the host's. A stream does what it is given as late as CUDA may: when somebody waits
+for it, or when memory is allocated or freed. Nothing may be copied that was not allocated, and a
+captured graph does what it was captured with.
 """
 
 import ctypes
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from types import ModuleType
 from typing import Any
+
+Work = Callable[[], object]
 
 
 class FakeCuda(ModuleType):
@@ -27,8 +31,8 @@ class FakeCuda(ModuleType):
         self.gpus, self.status = gpus, status
         self.device = 0  # that calls go to
         self.memory: dict[int, Any] = {}
-        self.captured: list[Callable[[], None]] | None = None
-        self.streams: set[int] = set()
+        self.streams: dict[int, list[Work]] = {}  # what they have not done yet
+        self.captured: dict[int, list[Work]] = {}  # by stream
         self.graphs: list[Any] = []  # that can be launched
         self.launches = self.captures = 0
         self.crossed = {True: 0, False: 0}  # bytes to the device, and to the host
@@ -55,14 +59,28 @@ class FakeCuda(ModuleType):
         return 0, 13050
 
     def cudaStreamCreate(self) -> tuple[int, int]:
-        self.streams.add(7 + len(self.streams))
-        return 0, max(self.streams)
+        stream = max(self.streams, default=6) + 1
+        self.streams[stream] = []
+        return 0, stream
 
     def cudaStreamDestroy(self, stream: int) -> tuple[int]:
-        self.streams.remove(stream)
+        self.finish(stream)
+        del self.streams[stream]
         return (0,)
 
+    def put(self, stream: int, work: Work) -> None:
+        """Put work on a stream, or into the graph that is captured there."""
+        self.captured.get(stream, self.streams[stream]).append(work)
+
+    def finish(self, *streams: int) -> None:
+        """Do what lies on these streams."""
+        for stream in streams:
+            waiting, self.streams[stream] = self.streams[stream], []
+            for work in waiting:
+                work()
+
     def cudaMalloc(self, size: int) -> tuple[int, int]:
+        self.finish(*self.streams)
         block = ctypes.create_string_buffer(size + 256)
         before = -ctypes.addressof(block) % 256  # as CUDA aligns it
         self.memory[ctypes.addressof(block) + before] = (ctypes.c_char * size).from_buffer(
@@ -71,6 +89,7 @@ class FakeCuda(ModuleType):
         return 0, ctypes.addressof(block) + before
 
     def cudaFree(self, address: int) -> tuple[int]:
+        self.finish(*self.streams)
         del self.memory[address]
         return (0,)
 
@@ -80,7 +99,7 @@ class FakeCuda(ModuleType):
         to_device = kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice
         self.check(target if to_device else source, size)
         self.crossed[to_device] += size
-        ctypes.memmove(target, source, size)
+        self.put(stream, lambda: ctypes.memmove(target, source, size))
         return (0,)
 
     def cudaMemcpy2DAsync(
@@ -100,12 +119,12 @@ class FakeCuda(ModuleType):
             places = target + row * target_pitch, source + row * source_pitch
             for place in places:
                 self.check(place, width)
-            ctypes.memmove(*places, width)
+            self.put(stream, partial(ctypes.memmove, *places, width))
         return (0,)
 
     def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[int]:
         self.check(address, size)
-        ctypes.memset(address, value, size)
+        self.put(stream, lambda: ctypes.memset(address, value, size))
         return (0,)
 
     def check(self, address: int, size: int) -> None:
@@ -116,17 +135,17 @@ class FakeCuda(ModuleType):
         ), "memory of the GPU that was not allocated"
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
-        assert self.captured is None, "nothing may wait while a graph is captured"
+        assert stream not in self.captured, "nothing may wait while a graph is captured"
+        self.finish(stream)
         return (0,)
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:
-        self.captured = []
+        self.captured[stream] = []
         self.captures += 1
         return (0,)
 
     def cudaStreamEndCapture(self, stream: int) -> tuple[int, Any]:
-        work, self.captured = self.captured, None
-        return 0, work
+        return 0, self.captured.pop(stream)
 
     def cudaGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
         self.graphs.append(graph)
@@ -139,8 +158,8 @@ class FakeCuda(ModuleType):
         self.graphs.remove(executable)
         return (0,)
 
-    def cudaGraphLaunch(self, executable: list[Callable[[], None]], stream: int) -> tuple[int]:
+    def cudaGraphLaunch(self, executable: list[Work], stream: int) -> tuple[int]:
         self.launches += 1
         for work in executable:
-            work()
+            self.put(stream, work)
         return (0,)

@@ -270,10 +270,7 @@ class FakeContext:
         assert self._has_memory and isinstance(stream_handle, int)
         # A captured graph keeps the shapes and addresses of its capture.
         shapes, addresses = dict(self._shapes), dict(self._addresses)
-        if cuda.captured is None:
-            self._work(shapes, addresses)
-        else:
-            cuda.captured.append(lambda: self._work(shapes, addresses))
+        cuda.put(stream_handle, lambda: self._work(shapes, addresses))
         return True
 
     def _work(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:

@@ -511,10 +511,12 @@ class TrtMemory:
         return held
 
     def write(self, target: DeviceOrHost, values: Array) -> None:
-        """Start copying to the GPU."""
+        """Copy to the GPU, and wait: until then CUDA may still read the values."""
         assert isinstance(target, DeviceArray) and target.shape == values.shape
         assert target.dtype == values.dtype
-        self.cuda.upload(np.ascontiguousarray(values), target.address)
+        source = np.ascontiguousarray(values)
+        self.cuda.upload(source, target.address)
+        self.cuda.wait()
 
     def read(self, array: DeviceOrHost) -> Array:
         """Wait for the stream; the contents on the host."""

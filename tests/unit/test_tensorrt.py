@@ -22,6 +22,7 @@ from serve.runtime.tensorrt import (
     ENGINES_FILE,
     TIMING_FILE,
     Precision,
+    TrtMemory,
     TrtModel,
     TrtSession,
     load_tensorrt,
@@ -143,7 +144,7 @@ def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
 ) -> None:
     bundle = FAMILIES[family](tmp_path / "bundle")
     build(bundle, tmp_path / "engines")
-    assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], set()), "building leaves some"
+    assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], {}), "building leaves some"
     held = []
     for _ in range(3):
         engines, reference = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
@@ -151,7 +152,7 @@ def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
         largest_error(engines, reference, bundle.manifest.steps[-1])
         held.append((len(cuda.memory), len(cuda.graphs), len(cuda.streams)))
         engines.close()
-        assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], set())
+        assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], {})
     assert held[0] == held[1] == held[2]
     memory, graphs, streams = held[0]
     assert memory > 0 and streams > 0 and (graphs > 0) == (family != "decoder")
@@ -193,6 +194,13 @@ def test_engines_run_on_the_gpu_that_is_asked_for(
     cuda.device = 0  # as a thread has it that has not asked for another
     model.warm_up()
     assert cuda.device == 1
+
+
+def test_what_was_written_to_the_gpu_may_change_at_once(cuda: FakeCuda) -> None:
+    memory, values = TrtMemory(open_cuda()), np.arange(4)
+    held = memory.hold(values)
+    values[:] = 0
+    assert memory.read(held).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
