@@ -18,6 +18,8 @@ Work = Callable[[], object]
 class FakeCuda(ModuleType):
     """cuda.bindings.runtime of one GPU: every call returns its status first."""
 
+    cudaStreamNonBlocking = 1
+
     class cudaStreamCaptureMode(IntEnum):
         cudaStreamCaptureModeThreadLocal = 1
 
@@ -32,6 +34,7 @@ class FakeCuda(ModuleType):
         self.device = 0  # that calls go to
         self.memory: dict[int, Any] = {}
         self.streams: dict[int, list[Work]] = {}  # what they have not done yet
+        self.blocking: set[int] = set()  # those that the legacy stream waits for
         self.captured: dict[int, list[Work]] = {}  # by stream
         self.graphs: list[Any] = []  # that can be launched
         self.launches = self.captures = 0
@@ -59,8 +62,13 @@ class FakeCuda(ModuleType):
         return 0, 13050
 
     def cudaStreamCreate(self) -> tuple[int, int]:
+        return self.cudaStreamCreateWithFlags(0)
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
         stream = max(self.streams, default=6) + 1
         self.streams[stream] = []
+        if flags != self.cudaStreamNonBlocking:
+            self.blocking.add(stream)
         return 0, stream
 
     def cudaStreamDestroy(self, stream: int) -> tuple[int]:
@@ -78,6 +86,10 @@ class FakeCuda(ModuleType):
             waiting, self.streams[stream] = self.streams[stream], []
             for work in waiting:
                 work()
+
+    def legacy(self) -> int:
+        """The status of a call that uses the legacy stream, as cudaMemcpy does."""
+        return 906 if self.blocking & self.captured.keys() else 0
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
         self.finish(*self.streams)

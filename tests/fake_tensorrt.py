@@ -187,6 +187,8 @@ class FakeRuntime:
         self._library = library
 
     def deserialize_cuda_engine(self, plan: bytes) -> "FakeEngine | None":
+        if self._library.cuda.legacy():
+            return None
         told, _, model = plan.partition(b"\n")
         try:
             return FakeEngine(self._library, json.loads(told), model)

@@ -180,7 +180,10 @@ class Cuda:
 
     def _opened_stream(self) -> Any:
         if self._stream is None:
-            self._stream = self._call("cudaStreamCreate")
+            # Otherwise nothing else could use the default stream while a graph is captured, as
+            # TensorRT does when another thread loads a model.
+            flag = self._runtime.cudaStreamNonBlocking
+            self._stream = self._call("cudaStreamCreateWithFlags", flag)
         return self._stream
 
     def _copy(self, target: int, source: int, size: int, kind: str) -> None:

@@ -158,6 +158,16 @@ def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
     assert memory > 0 and streams > 0 and (graphs > 0) == (family != "decoder")
 
 
+def test_a_model_may_load_while_a_shape_of_another_is_captured(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    loaded: list[TrtSession] = []
+    open_cuda().capture(lambda: loaded.append(session_of(bundle, tmp_path / "engines")))
+    assert loaded
+
+
 def test_engines_of_a_model_share_contexts_memory_and_the_limit_of_graphs(
     tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
