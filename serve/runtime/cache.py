@@ -257,6 +257,11 @@ def new_version() -> int:
     return next(_VERSIONS)
 
 
+def in_buckets(positions: int) -> int:
+    """The positions of as many buckets as these take, of one at least."""
+    return -(-max(positions, 1) // BUCKET_POSITIONS) * BUCKET_POSITIONS
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The sizes of a rung's caches."""
@@ -267,6 +272,7 @@ class CacheLayout:
     head_width: int
     max_tokens: int
     kind: "np.dtype[Any]" = _FLOATS
+    whole_buckets: bool = False  # for the longest rows too, which then have room for more
 
     @classmethod
     def of(cls, manifest: Manifest, rung: Rung) -> "CacheLayout":
@@ -283,8 +289,8 @@ class CacheLayout:
 
     def capacity_for(self, positions: int) -> int:
         """Positions to reserve for a row of this many; callers ask for the most a row may need."""
-        buckets = -(-max(positions, 1) // BUCKET_POSITIONS)
-        return min(buckets * BUCKET_POSITIONS, self.max_tokens)
+        capacity = in_buckets(positions)
+        return capacity if self.whole_buckets else min(capacity, self.max_tokens)
 
     @property
     def pitch(self) -> int:

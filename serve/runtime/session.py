@@ -31,6 +31,7 @@ from serve.bundle import (
     read_checked,
 )
 from serve.bundle.part import Part, between, part, several
+from serve.runtime.cache import in_buckets
 from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
 from serve.runtime.protocol import CPU, Device, DeviceName, FloatArray, IntArray, RowArray
 from stepdial import install_command
@@ -227,7 +228,7 @@ def _sizes(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
                 "source_length": _up_to(text.max_tokens),
                 # Two even for a single prefix; all positions only where a decoder is verified.
                 "kept": (1, 2, max(2, written)),
-                "capacity": _up_to(text.max_tokens),
+                "capacity": _up_to(in_buckets(text.max_tokens)),
             }
 
 

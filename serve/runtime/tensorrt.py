@@ -870,7 +870,9 @@ class TrtModel:
             return OrtPrefixDecoder(self._session(rung.graph), manifest)
         passes = TrtPasses(self._step_sessions(), manifest, self._memory)
         kind = engine_of_session(passes.sessions.step).kind_of(passes.names[0])
-        return CachedDecoder(passes, replace(CacheLayout.of(manifest, rung), kind=kind))
+        # A part of a bucket may end where TensorRT takes no address; whole ones do not.
+        layout = replace(CacheLayout.of(manifest, rung), kind=kind, whole_buckets=True)
+        return CachedDecoder(passes, layout)
 
     def unrolled(self, steps: int) -> Unrolled:
         """The rung in the form that there is here: of a decoder with caches, its steps."""

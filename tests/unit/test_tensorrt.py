@@ -226,7 +226,7 @@ def test_a_decoder_keeps_its_caches_on_the_gpu(
     assert len(library.built) == 3, "embedding, step and head, whatever the number of rungs"
     for profile, most in zip(step.profiles, (1, rows), strict=True):
         low, usual, high = profile["k_0_0"]
-        assert (low, high) == ([1, 1, 2, 16], [most, 100, 2, 16]) and usual[1] == 50
+        assert (low, high) == ([1, 1, 2, 16], [most, 128, 2, 16]) and usual[1] == 64
         assert profile["x"] == [[1, 1, 32], [max(1, most // 2), 1, 32], [most, 100, 32]]
     models = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
     vocab_size = bundle.manifest.text_tokenizer.vocab_size
@@ -253,6 +253,20 @@ def test_a_decoder_keeps_its_caches_on_the_gpu(
             batches[0].remove(0)
         assert batches[0].nbytes == 0
         check_close([one.decoder(steps).forward(tokens[None]) for one in models], tolerance)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_caches_of_any_length_lie_where_tensorrt_takes_them(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, precision: Precision
+) -> None:
+    bundle = build_generate(tmp_path / "bundle", steps=(1, 2), max_tokens=31)
+    build(bundle, tmp_path / "engines", precision, rows=2)  # which verifies 3 rows
+    decoder = TrtModel(bundle, tmp_path / "engines").decoder(2)
+    batch = decoder.open_batch()
+    for length in (29, 7, 30):
+        batch.add(np.arange(1, 1 + length) % 7)
+    batch.step(np.ones(3, dtype=np.int64))
+    assert batch.nbytes <= decoder.bytes_for(31, 3)
 
 
 def check_close(pair: list[Any], tolerance: float) -> None:
