@@ -54,8 +54,8 @@ class FakeTensorrt(ModuleType):
         STRONGLY_TYPED = 1
 
     class BuilderFlag(IntEnum):
-        TF32 = 7
-        STRICT_NANS = 19
+        TF32 = 6
+        STRICT_NANS = 24
 
     class ExecutionContextAllocationStrategy(IntEnum):
         USER_MANAGED = 2

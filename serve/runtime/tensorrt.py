@@ -42,7 +42,7 @@ from serve.runtime.session import (
 
 Array = npt.NDArray[np.generic]
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-LEAST_VERSION = (10, 1)  # since when an engine tells the size of its memory in 64 bits
+LEAST_VERSION = (10, 6)  # since when a builder can be told to keep what is no number
 
 
 def load_tensorrt() -> ModuleType:

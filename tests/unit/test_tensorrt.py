@@ -407,14 +407,14 @@ def test_without_the_packages_or_a_gpu_the_error_says_what_to_install(
     with pytest.raises(BundleError, match=r"TensorRT cannot be loaded.*pip install -e '\.\[gpu\]'"):
         build(bundle, tmp_path / "engines")
     monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="8.6.1"))
-    with pytest.raises(BundleError, match=r"8\.6\.1 is too old, 10\.1 or newer"):
+    with pytest.raises(BundleError, match=r"8\.6\.1 is too old, 10\.6 or newer"):
         load_tensorrt()
-    # 10.0 has no device_memory_size_v2.
-    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.0.1"))
-    with pytest.raises(BundleError, match=r"10\.0\.1 is too old"):
+    # 10.5 has no STRICT_NANS.
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.5.0.18"))
+    with pytest.raises(BundleError, match=r"10\.5\.0\.18 is too old"):
         load_tensorrt()
-    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.1.0.27"))
-    assert load_tensorrt().__version__ == "10.1.0.27"
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.6.0.26"))
+    assert load_tensorrt().__version__ == "10.6.0.26"
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(BundleError, match="cuda-python cannot be loaded"):
         open_cuda()
