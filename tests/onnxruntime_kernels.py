@@ -1,8 +1,9 @@
 """What ONNX Runtime's CUDA provider says it computes, and the check of a graph against it.
 
 Data of docs/OperatorKernels.md of microsoft/onnxruntime at 001d12d: the row of each operator of
-ours that serves opset 21, with the types of its parameters. Which pairs of types attention with
-caches has kernels for, and what of it must be on the host, are those registered in
+ours that serves opset 21, with the types of its parameters. Versions are those that the package
+onnxruntime-gpu 1.31.1 registers, some of which that page did not have yet. Which pairs of types
+attention with caches has kernels for, and what of it must be on the host, are those registered in
 onnxruntime/contrib_ops/cuda/bert/group_query_attention.cc of the same commit.
 """
 
@@ -28,7 +29,11 @@ _INT64: Types = frozenset({TensorProto.INT64})
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """From which opset on, up to which, and for which types of each input and output."""
+    """For which versions of the operator, and for which types of each input and output.
+
+    Without a last version, only for the first: a later one may ask for what the kernel cannot do,
+    so that the provider leaves it to the CPU.
+    """
 
     first: int
     last: int | None
@@ -36,6 +41,9 @@ class Kernel:
     types: Mapping[str, Types]
     outputs: tuple[str, ...] = ("T",)
     on_host: Types = field(default_factory=frozenset)  # inputs, by place
+
+    def serves(self, version: int) -> bool:
+        return self.first <= version <= (self.last or self.first)
 
 
 def _one(first: int, types: Types, inputs: int = 1, last: int | None = None) -> Kernel:
@@ -46,27 +54,27 @@ def _with(first: int, types: Types, other: Types, last: int | None = None) -> Ke
     return Kernel(first, last, ("T", "I"), {"T": types, "I": other})
 
 
-KERNELS: Mapping[tuple[str, str], Kernel] = {
+KERNELS: dict[tuple[str, str], Kernel] = {
     ("", "Add"): _one(14, _NUMBERS),
     ("", "Cast"): Kernel(21, 22, ("T",), {"T": _ALL, "T2": _ALL}, ("T2",)),
     ("", "Concat"): _one(13, _ALL),
-    ("", "ConstantOfShape"): Kernel(9, None, ("I",), {"I": _INT64, "T": _ALL}),
+    ("", "ConstantOfShape"): Kernel(21, 22, ("I",), {"I": _INT64, "T": _ALL}),
     ("", "Div"): _one(14, _NUMBERS),
-    ("", "Equal"): Kernel(13, None, ("T",), {"T": _FLOATS | _INTEGERS | _BOOL, "B": _BOOL}, ("B",)),
+    ("", "Equal"): Kernel(19, None, ("T",), {"T": _FLOATS | _INTEGERS | _BOOL, "B": _BOOL}, ("B",)),
     ("", "Expand"): _with(13, _ALL, _INT64),
     ("", "Gather"): _with(13, _ALL, _INTEGERS),
     ("", "GatherND"): _with(13, _FLOATS | _BF16 | _BOOL | _INT64, _INT64),
     ("", "Gelu"): _one(20, _FLOATS | _BF16),
-    ("", "Identity"): _one(19, _ALL),
+    ("", "Identity"): _one(21, _ALL, last=22),
     ("", "LayerNormalization"): _one(17, _FLOATS | _BF16),
     ("", "Less"): Kernel(13, None, ("T",), {"T": _FLOATS | _INTEGERS, "B": _BOOL}, ("B",)),
     ("", "MatMul"): _one(13, _FLOATS | _BF16),
     ("", "Mul"): _one(14, _NUMBERS),
-    ("", "Pad"): _with(18, _FLOATS | _BOOL, _INT64),
+    ("", "Pad"): _with(21, _FLOATS | _BOOL, _INT64, last=22),
     ("", "Range"): _one(
         11, frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT16}) | _INTEGERS
     ),
-    ("", "ReduceMax"): _with(18, _FLOATS | _INTEGERS, _INT64),
+    ("", "ReduceMax"): _with(20, _FLOATS | _INTEGERS, _INT64),
     ("", "Relu"): _one(14, _FLOATS | _BF16),
     ("", "Reshape"): _with(21, _ALL, _INT64, last=22),
     ("", "Shape"): Kernel(21, 22, ("T",), {"T": _ALL, "I": _INT64}, ("I",)),
@@ -121,9 +129,8 @@ def unsupported(model: onnx.ModelProto) -> list[str]:
         if kernel is None:
             problems.append(f"{node.domain or 'onnx'}.{node.op_type}")
             continue
-        opset = opsets[node.domain]
-        if not kernel.first <= opset <= (kernel.last or opset):
-            problems.append(f"{node.op_type} of opset {opset}")
+        if not kernel.serves(version := _version(node, opsets)):
+            problems.append(f"{node.op_type} of opset {version}")
         for names, allowed in ((node.input, kernel.inputs), (node.output, kernel.outputs)):
             for index, name in enumerate(names):
                 word = allowed[min(index, len(allowed) - 1)]
@@ -136,6 +143,15 @@ def unsupported(model: onnx.ModelProto) -> list[str]:
                 names_of = [TensorProto.DataType.Name(kind) for kind in pair]
                 problems.append(f"attention of {names_of[0]} with caches of {names_of[1]}")
     return sorted(set(problems))
+
+
+def _version(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
+    """The opset that brought the form of the operator that this node has."""
+    if node.domain == CONTRIB:
+        return 1
+    schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
+    version: int = schema.since_version
+    return version
 
 
 def types_of(model: onnx.ModelProto) -> dict[str, int]:

@@ -127,6 +127,15 @@ def test_states_are_moved_by_what_cuda_computes() -> None:
     assert unsupported(onnx.load_from_string(jump_graph(3))) == []
 
 
+def test_a_kernel_without_a_last_version_serves_its_first_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pad = dataclasses.replace(KERNELS["", "Pad"], first=18, last=None)
+    monkeypatch.setitem(KERNELS, ("", "Pad"), pad)
+    model = onnx.load_from_string(copy_graph(np.dtype(np.float16), joins=False))
+    assert unsupported(model) == ["Pad of opset 21"]
+
+
 @pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("name", ["zoo", "tiny"])
 def test_steps_of_decoders_are_what_tensorrt_reads_in_the_shapes_that_are_bound(
