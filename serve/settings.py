@@ -221,6 +221,16 @@ class Settings(BaseSettings):
             raise ValueError("that is --port: give it one of its own")
         return port
 
+    @field_validator("batch_rows", "decode_rows")
+    @classmethod
+    def _rows_of_its_engines(cls, rows: int, info: ValidationInfo) -> int:
+        if info.data.get("device") == "tensorrt" and info.data.get("engines") is None:
+            from serve.runtime.session import DEFAULT_ROWS
+
+            if rows > DEFAULT_ROWS:
+                raise ValueError(f"--device tensorrt takes at most {DEFAULT_ROWS} rows a call")
+        return rows
+
     @field_validator("trusted_proxies")
     @classmethod
     def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:

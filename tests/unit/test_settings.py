@@ -35,6 +35,17 @@ def test_a_place_is_made_of_its_flags() -> None:
     assert Settings.read(flags).runs_on == Device("cuda", True, Path("made"))
 
 
+@pytest.mark.parametrize("rows", ["batch-rows", "decode-rows"])
+def test_no_call_has_more_rows_than_the_tensorrt_provider_takes(rows: str) -> None:
+    def read(*more: str) -> Settings:
+        return Settings.read(parse([*more, f"--{rows}", "65"]).flags)
+
+    with pytest.raises(SettingsError, match="--device tensorrt takes at most 64 rows a call"):
+        read("--device", "tensorrt")
+    read("--device", "cuda")
+    read("--device", "tensorrt", "--engines", "made")  # which splits them
+
+
 def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPDIAL_QUEUE_LIMIT", "7")
     monkeypatch.setenv("STEPDIAL_CACHE_MB", "9")
