@@ -302,14 +302,19 @@ def cache_folder(bundle: Bundle) -> Path:
 
 
 def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
-    """Engines are kept, and built once for all shapes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    options = {
-        "trt_engine_cache_enable": "True",
-        "trt_engine_cache_path": str(folder),
-        "trt_timing_cache_enable": "True",
-        "trt_timing_cache_path": str(folder),
-    }
+    """Engines are kept where that is possible, and built once for all shapes."""
+    options = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # such as of a user without a home, in a container
+        _log.warning("engines of TensorRT are built anew at every start (%s)", error)
+    else:
+        options = {
+            "trt_engine_cache_enable": "True",
+            "trt_engine_cache_path": str(folder),
+            "trt_timing_cache_enable": "True",
+            "trt_timing_cache_path": str(folder),
+        }
     for side in ("min", "opt", "max"):
         shapes = {name: getattr(bounds, side) for name, bounds in profile.items()}
         options[f"trt_profile_{side}_shapes"] = ",".join(

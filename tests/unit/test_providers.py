@@ -73,6 +73,20 @@ def test_tensorrt_gets_one_profile_for_all_shapes_and_keeps_its_engines(
     assert providers.cache_folder(other) != providers.cache_folder(bundle)
 
 
+def test_without_a_place_for_engines_tensorrt_builds_them_at_every_start(
+    bundle: Bundle,
+    gpu_package: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = providers_for(Device("tensorrt"), bundle, graph_interface(bundle.manifest))
+    assert not any("cache" in name for name in found[0][1])
+    assert "built anew at every start" in caplog.text
+
+
 @pytest.mark.parametrize("device", ["cuda", "tensorrt"])
 def test_a_package_for_the_cpu_only_is_refused_with_what_to_install(
     bundle: Bundle, device: DeviceName
