@@ -243,8 +243,10 @@ class FakeContext:
         self._has_memory = True
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        if profile_index >= len(self._engine.profiles):
+            raise RuntimeError("Error in set optimization profile async.")
         self._profile = profile_index
-        return profile_index < len(self._engine.profiles)
+        return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         low, _, high = self._engine.profiles[self._profile][name]

@@ -272,8 +272,7 @@ class ContextPool:
         if context is None:
             raise BundleError("TensorRT has no memory for another execution context")
         context.set_device_memory(self._memory, engine.device_memory_size_v2)
-        if not context.set_optimization_profile_async(index, self._cuda.stream):
-            raise BundleError(f"TensorRT refused the optimization profile {index}")
+        context.set_optimization_profile_async(index, self._cuda.stream)
         self._cuda.wait()
         return context
 
