@@ -1,8 +1,8 @@
 """The operators that TensorRT's ONNX parser says it supports, and the check of a graph against it.
 
-Data of docs/operators.md of onnx/onnx-tensorrt at 10.1-GA: the rows that say Y of the operators
-that graphs of ours have, and the restrictions on them. TensorRT 11 reads opsets 9 to 25. Limits of
-shapes are those of TensorRT's Dims, whose tensors have fewer than 2^31 elements.
+Data of docs/operators.md of onnx/onnx-tensorrt at c727277, the parser of TensorRT 10.14: opsets,
+the rows that say Y of the operators that graphs of ours have, and the restrictions on them. Limits
+of shapes are those of TensorRT's Dims, whose tensors have fewer than 2^31 elements.
 """
 
 import math
@@ -12,7 +12,7 @@ import onnx
 
 from serve.runtime.session import Profile
 
-MAX_OPSET = 25
+MAX_OPSET = 24
 # fmt: off
 SUPPORTED = frozenset({
     "Add", "And", "Cast", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos", "CumSum",
