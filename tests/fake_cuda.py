@@ -38,6 +38,7 @@ class FakeCuda(ModuleType):
         self.captured: dict[int, list[Work]] = {}  # by stream
         self.graphs: list[Any] = []  # that can be launched
         self.launches = self.captures = 0
+        self.most_pitch = (1 << 31) - 1
         self.crossed = {True: 0, False: 0}  # bytes to the device, and to the host
 
     def cudaGetDeviceCount(self) -> tuple[int, int | None]:
@@ -108,9 +109,14 @@ class FakeCuda(ModuleType):
     def cudaMemcpyAsync(
         self, target: int, source: int, size: int, kind: int, stream: int
     ) -> tuple[int]:
-        to_device = kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self.check(target if to_device else source, size)
-        self.crossed[to_device] += size
+        to_device = kind != self.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        from_device = kind != self.cudaMemcpyKind.cudaMemcpyHostToDevice
+        if to_device:
+            self.check(target, size)
+        if from_device:
+            self.check(source, size)
+        if not (to_device and from_device):
+            self.crossed[to_device] += size
         self.put(stream, lambda: ctypes.memmove(target, source, size))
         return (0,)
 
@@ -126,7 +132,10 @@ class FakeCuda(ModuleType):
         stream: int,
     ) -> tuple[int]:
         assert kind == self.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        assert width <= min(target_pitch, source_pitch) or height == 1
+        if max(target_pitch, source_pitch) > self.most_pitch or width > min(
+            target_pitch, source_pitch
+        ):
+            return (12,)
         for row in range(height):
             places = target + row * target_pitch, source + row * source_pitch
             for place in places:

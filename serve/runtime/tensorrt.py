@@ -41,6 +41,7 @@ from serve.runtime.session import (
 )
 
 Array = npt.NDArray[np.generic]
+_MOST_APART = (1 << 31) - 1  # bytes between pieces of one copy
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 LEAST_VERSION = (10, 6)  # since when a builder can be told to keep what is no number
 
@@ -140,6 +141,11 @@ class Cuda:
         self, target: int, every: int, source: int, source_every: int, size: int, count: int
     ) -> None:
         """Start copying `count` pieces of `size` bytes, so many bytes apart on each side."""
+        if max(every, source_every) > _MOST_APART:
+            for at in range(count):
+                places = target + at * every, source + at * source_every
+                self._copy(*places, size, "cudaMemcpyDeviceToDevice")
+            return
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         stream = self._opened_stream()
         self._call(

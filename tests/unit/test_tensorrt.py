@@ -213,6 +213,18 @@ def test_what_was_written_to_the_gpu_may_change_at_once(cuda: FakeCuda) -> None:
     assert memory.read(held).tolist() == [0, 1, 2, 3]
 
 
+def test_pieces_too_far_apart_for_one_copy_have_one_each(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.runtime.tensorrt._MOST_APART", 7)
+    cuda.most_pitch = 7
+    memory = TrtMemory(open_cuda())
+    source = memory.hold(np.arange(20, dtype=np.uint8))
+    target = memory.hold(np.zeros(15, dtype=np.uint8))
+    memory.cuda.copy_rows(target.address, 10, source.address, 8, 3, 2)
+    assert memory.read(target).tolist() == [0, 1, 2, *[0] * 7, 8, 9, 10, 0, 0]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("rows", [2, 8])
 @pytest.mark.long
