@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -286,18 +286,19 @@ def build_report(
     """Sum up what was counted: the outcomes but those of the warm-up; `begin_s` of the epoch."""
     by_stage = [[one for one in outcomes if one.stage == number] for number in range(len(stages))]
     # Until the last answer, but not less than was planned: few requests end before that.
-    spans_s = [
-        max(elapsed_s(within), stage.duration_s)
+    stretches = [
+        _stretch(begin_s + stage.begin_s, stage.duration_s, within)
         for stage, within in zip(stages, by_stage, strict=True)
     ]
     sent_s = {
-        operation: sum(
-            span_s
-            for stage, span_s in zip(stages, spans_s, strict=True)
+        operation: _covered_s(
+            stretch
+            for stage, stretch in zip(stages, stretches, strict=True)
             if stage.only in (None, operation)
         )
         for operation in operations
     }
+    whole_s = _covered_s(stretches)
     right = sum(one.error is None for one in outcomes)
     held_ms = [one.held_ms for one in outcomes] if terms.max_in_flight else []
     return Report(
@@ -315,21 +316,36 @@ def build_report(
         held=sum(one.held_ms >= _HELD_MS for one in outcomes),
         held_p99_ms=percentile(held_ms, 99),
         held_max_ms=max(held_ms, default=None),
-        answered_per_s=_per_s(right, sum(spans_s)),
-        good_per_s=_per_s(sum(map(objective.good, outcomes)), sum(spans_s)),
+        answered_per_s=_per_s(right, whole_s),
+        good_per_s=_per_s(sum(map(objective.good, outcomes)), whole_s),
         rows=summarise(outcomes, sent_s, objective),
         stages=[
             _stage(
-                *(stage, by_stage[number], span_s, operations, objective),
-                carried=_carried(number, begin_s + stage.begin_s, outcomes),
+                *(stage, by_stage[number], end_s - from_s, operations, objective),
+                carried=_carried(number, from_s, outcomes),
             )
-            for number, (stage, span_s) in enumerate(zip(stages, spans_s, strict=True))
+            for number, (stage, (from_s, end_s)) in enumerate(zip(stages, stretches, strict=True))
         ],
         verdicts=objective.verdicts(outcomes),
         timeline=timeline(outcomes, begin_s),
         failures=group_failures(outcomes),
         health=health,
     )
+
+
+def _stretch(begin_s: float, duration_s: float, within: Sequence[Outcome]) -> Interval:
+    """From when to when a stage was sent and answered, in seconds of the epoch."""
+    last_s = max((one.ended_s for one in within), default=begin_s)
+    return begin_s, max(begin_s + duration_s, last_s)
+
+
+def _covered_s(stretches: Iterable[Interval]) -> float:
+    """How long they are together: what is late in one stage goes on beside the next."""
+    covered_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(stretches):
+        covered_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(until_s, end_s)
+    return covered_s
 
 
 def _carried(number: int, begin_s: float, outcomes: Sequence[Outcome]) -> int:

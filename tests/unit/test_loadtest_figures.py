@@ -1,6 +1,7 @@
 """Figures of a report that people of other tools look for, and what must not be read into them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,22 @@ def test_time_per_output_token_is_one_figure_for_each_stream(tmp_path: Path) -> 
 def test_goodput_is_never_more_than_throughput() -> None:
     made = report([stream(total_ms=90_000.0) for _ in range(3)])
     first = made.stages[0]
-    assert made.good_per_s == made.answered_per_s == pytest.approx(3 / 100)
+    assert made.good_per_s == made.answered_per_s == pytest.approx(3 / 90)
     assert first.good_per_s == first.answered_per_s == pytest.approx(3 / 90)
     assert next(row for row in first.rows if row.requests).good_per_s == pytest.approx(3 / 90)
     assert "0.0 right answers per second" in render_text(made)
+
+
+def test_what_is_late_in_one_stage_and_in_the_next_takes_its_time_once() -> None:
+    """2 a second are due for 20 s; one a second is answered, so the last after 40 s."""
+    late = [
+        replace(stream(total_ms=1000.0 + 500.0 * at, stage=at // 20), started_s=10.0 + at / 2)
+        for at in range(40)
+    ]
+    made = report(late)
+    assert [stage.answered_per_s for stage in made.stages] == pytest.approx([20 / 20, 20 / 30])
+    assert made.answered_per_s == made.good_per_s == pytest.approx(1.0)
+    assert made.rows[-1].requests_per_s == pytest.approx(1.0)
 
 
 def test_what_is_said_of_a_whole_stage_stands_once() -> None:
