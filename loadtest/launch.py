@@ -29,9 +29,12 @@ def locust_command(options: argparse.Namespace, url: str) -> list[str]:
     command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), f"--host={url}"]
     command += [f"--users={users}", f"--spawn-rate={_spawn_rate(options, users)}"]
     command += forwarded(options)
-    # Longer than a silent answer is waited for, so that silence is reported as such.
-    patience_s = options.answer_timeout if options.drain is None else options.drain
-    command.append(f"--stop-timeout={math.ceil(max(patience_s, options.answer_timeout)) + 1}")
+    # Longer than a silent answer is waited for, so that silence is reported as such. An open loop
+    # keeps --drain by itself.
+    patience_s = options.answer_timeout + 1
+    if options.drain is not None:
+        patience_s = max(options.drain + 1, patience_s) if is_open else options.drain
+    command.append(f"--stop-timeout={math.ceil(patience_s)}")
     run_s = duration_s_of(options) + options.warm_up
     if not is_open and math.isfinite(run_s):
         command.append(f"--run-time={math.ceil(run_s)}s")

@@ -1,5 +1,7 @@
 """The command that starts Locust."""
 
+import pytest
+
 from loadtest.__main__ import build_parser
 from loadtest.launch import locust_command
 
@@ -24,3 +26,20 @@ def test_processes_are_joined_where_no_other_machine_can_reach_them() -> None:
 
 def test_one_process_has_nobody_to_listen_to() -> None:
     assert not [flag for flag in flags("--rate", "50") if flag.startswith("--master")]
+
+
+@pytest.mark.parametrize(
+    ("options", "waits_s"),
+    [
+        ((), 61),
+        (("--timeout", "5"), 6),
+        (("--timeout", "5", "--drain", "1.5"), 2),
+        (("--timeout", "5", "--drain", "20"), 20),
+        (("--rate", "50", "--timeout", "5", "--drain", "20"), 21),
+    ],
+)
+def test_locust_waits_for_the_last_answers_as_long_as_was_asked(
+    options: tuple[str, ...], waits_s: int
+) -> None:
+    """In an open loop no less: there the sender itself ends the wait."""
+    assert flags(*options)["--stop-timeout"] == str(waits_s)
