@@ -58,13 +58,15 @@ FROM python:${PYTHON}-slim-bookworm
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin stepdial
 COPY --from=build /venv /venv
 COPY --from=build /app /app
-# The last two are read by the NVIDIA container runtime, and by nothing where there is none.
+# XDG_CACHE_HOME is for engines that onnxruntime builds with STEPDIAL_DEVICE=tensorrt: the user has no
+# home. The last two are read by the NVIDIA container runtime, and by nothing where there is none.
 ENV PATH=/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     STEPDIAL_HOST=0.0.0.0 \
     STEPDIAL_PORT=8000 \
     STEPDIAL_ENGINE_NICE=10 \
+    XDG_CACHE_HOME=/tmp \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /app

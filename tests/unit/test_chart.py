@@ -213,6 +213,11 @@ def test_a_gpu_is_asked_for_in_every_way(chart: helm_python.Chart) -> None:
     assert spec["nodeSelector"] == {"nvidia.com/gpu.present": "true", "pool": "serving"}
     assert [taint["key"] for taint in spec["tolerations"]] == ["serving", "nvidia.com/gpu"]
     assert kinds["ConfigMap"]["data"]["STEPDIAL_DEVICE"] == "cuda"
+    scratch = {"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}}
+    assert scratch in spec["volumes"]
+    # Engines are built into it.
+    builds = pod(render(chart, {"gpu": {"enabled": True, "device": "tensorrt"}}))
+    assert builds["volumes"] == [{"name": "tmp", "emptyDir": {}}]
     without = pod(render(chart, {}))
     assert not {"nodeSelector", "tolerations", "runtimeClassName"} & without.keys()
 

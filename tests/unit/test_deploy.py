@@ -120,6 +120,14 @@ def test_a_dockerfile_is_read_as_docker_reads_it() -> None:
     ]
 
 
+def test_engines_of_tensorrt_are_kept_where_the_server_may_write() -> None:
+    """Its user has no home, neither in the image nor in the unit."""
+    (made,) = (step for step in read_dockerfile(DOCKERFILE) if step.rest.startswith("PATH="))
+    assert "XDG_CACHE_HOME=/tmp" in made.rest.split()
+    unit = (ROOT / "deploy/stepdial.service").read_text(encoding="utf-8").splitlines()
+    assert {"CacheDirectory=stepdial", "Environment=XDG_CACHE_HOME=/var/cache"} <= {*unit}
+
+
 def test_the_image_is_built_from_what_is_served_and_nothing_else() -> None:
     ignored = read_ignored(ROOT)
     copied = [step for step in read_dockerfile(DOCKERFILE) if step.word == "COPY"]
