@@ -218,6 +218,10 @@ def test_a_gpu_is_asked_for_in_every_way(chart: helm_python.Chart) -> None:
     # Engines are built into it.
     builds = pod(render(chart, {"gpu": {"enabled": True, "device": "tensorrt"}}))
     assert builds["volumes"] == [{"name": "tmp", "emptyDir": {}}]
+    # None of them, as Helm says it.
+    none: dict[str, Any] = {"nodeSelector": None, "tolerations": None}
+    bare = {"gpu": {"enabled": True, **none}, **none}
+    assert not {"nodeSelector", "tolerations"} & pod(render(chart, bare)).keys()
     without = pod(render(chart, {}))
     assert not {"nodeSelector", "tolerations", "runtimeClassName"} & without.keys()
 
@@ -302,6 +306,10 @@ def test_values_that_cannot_be_are_refused(
         ({"bundles": {"claim": "a"}}, "name the folders"),
         ({"apiKeys": {"toml": KEYS}, "serviceMonitor": {"enabled": True}}, "needs an API key"),
         ({"autoscaling": {"enabled": True, "cpu": 0}}, "set one of cpu"),
+        (
+            {"serviceMonitor": {"enabled": True, "keySecret": {"name": "scraper"}}},
+            "set both name and key",
+        ),
     ],
 )
 def test_values_that_exclude_each_other_are_refused(
