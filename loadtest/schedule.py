@@ -204,12 +204,13 @@ class Scheduler:
     def _level(self, rate: Rate | None, name: str) -> tuple[list[Entry], float]:
         """What is due at one rate, and how long that takes."""
         duration_s, most = self._terms.duration_s, self._terms.requests
+        if self._terms.shape == "replay" and rate:  # stretched to it exactly, as far as it goes
+            count = min(most or math.inf, len(self._trace))
+            duration_s = min(duration_s, count / rate.mean_per_s)
+            return self._arrivals(rate, duration_s, name, None), duration_s
         if most is None:
             arrivals = self._arrivals(rate, duration_s, name, None)
             return arrivals, duration_s if rate else self._until_end(arrivals, duration_s)
-        if self._terms.shape == "replay" and rate:  # stretched to it exactly
-            duration_s = min(duration_s, most / rate.mean_per_s)
-            return self._arrivals(rate, duration_s, name, None), duration_s
         arrivals = self._arrivals(rate, duration_s, name, most + 1)
         if len(arrivals) > most:  # it lasts until the next would have been due
             return arrivals[:most], arrivals[most].at_s or SHORTEST_S

@@ -162,7 +162,7 @@ def test_a_trace_is_stretched_to_a_rate_or_sped_up() -> None:
         (6, "", 6, 1.0),
         (3, "", 3, 1.0),  # all at once
         (12, "4", 12, 3.0),
-        (None, "4", 12, 30.0),
+        (None, "4", 12, 3.0),
     ],
 )
 def test_of_a_trace_every_request_is_sent_and_the_test_ends_with_it(
