@@ -22,15 +22,16 @@ _HEADINGS = ("rate/s", "requests", "good/s", "p50", "p99", "objective", "sure", 
 _LONGER = 4  # times --duration, at most, for rates at which few requests come
 _LEAST_REQUESTS = 200
 _WARM_UP_S = 2.0
+_PROCESSES_S = 8.0  # to start, to lay the schedule and to end
 
 
 def find_capacity(options: argparse.Namespace, start_per_s: float) -> Capacity:
     """Measure rates one after another, and say what each gave."""
     objective = parse_objective(options.objective)
-    longest_s = options.most_points * (_LONGER * duration_s_of(options) + 10)
+    longest_s = options.most_points * longest_s_of(options, objective)
     say(
         f"Looking for the highest rate that keeps {options.objective}: at most "
-        f"{options.most_points} tests, at most {longest_s / 60:.0f} minutes."
+        f"{options.most_points} tests, at most about {longest_s / 60:.0f} minutes."
     )
     with tempfile.TemporaryDirectory() as folder:
 
@@ -108,6 +109,12 @@ def _measure(
             f"the test at {rate_per_s:.4g}/s ended with status {ending.status} and no report"
         )
     return _point(rate_per_s, json.loads(report.read_text(encoding="utf-8")))
+
+
+def longest_s_of(options: argparse.Namespace, objective: Objective) -> float:
+    """How long one test may take: both halves, what comes before and after, and its processes."""
+    around_s: float = max(options.warm_up, _WARM_UP_S) + drain_s_of(options, objective)
+    return _LONGER * duration_s_of(options) + around_s + _PROCESSES_S
 
 
 def drain_s_of(options: argparse.Namespace, objective: Objective) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from loadtest.__main__ import build_parser
-from loadtest.capacity import drain_s_of
+from loadtest.capacity import drain_s_of, longest_s_of
 from loadtest.mix import Operation
 from loadtest.objective import ObjectiveError, Verdict, parse_objective
 from loadtest.outcomes import Outcome, is_sure, percentile, percentile_interval, share_interval
@@ -120,6 +120,9 @@ def test_only_an_objective_of_latency_cuts_off_late_answers(
     asked = ["--url", "http://127.0.0.1:1", "--timeout", "60", *drain]
     options = build_parser().parse_args(asked)
     assert drain_s_of(options, parse_objective(objective)) == waits_s
+    # Of the time that is announced, beside four times --duration.
+    options.warm_up = 7.0
+    assert longest_s_of(options, parse_objective(objective)) >= 4 * 30 + 7 + waits_s
 
 
 def server(capacity_per_s: float, unsure: float = 0.0) -> Callable[[float, int], Point]:
