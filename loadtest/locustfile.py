@@ -115,7 +115,8 @@ def _start(environment: Environment, **_: Any) -> None:
             raise StopTest(wrong)
         begun_s = time.monotonic()
         terms = terms_of(options, environment.host)
-        plan = Plan(terms, read_offers(terms.url, read_key(terms.api_key_file)))
+        sender = max(runner.worker_index, 0) if isinstance(runner, WorkerRunner) else 0
+        plan = Plan(terms, read_offers(terms.url, read_key(terms.api_key_file)), sender)
         if not isinstance(runner, WorkerRunner):
             if options.out and (wrong := unwritable(Path(options.out))):
                 raise StopTest(wrong)

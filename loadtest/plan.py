@@ -143,13 +143,15 @@ def read_labelled(path: Path) -> list[LabelledText]:
 
 # Every way in which a test can be refused before its first request.
 REFUSALS = (LabelledError, MixError, ObjectiveError, PromptsError, TargetError, TraceError)
+_APART = 1_000_003  # more requests than a process sends; a prime, so that texts differ too
 _CLASSIFY_CHARACTERS = 4.0  # of English, to a token: answers of classifiers do not say
 
 
 class Plan:
     """Deals out requests to the callers, and collects what they saw."""
 
-    def __init__(self, terms: Terms, offers: Sequence[Offer]) -> None:
+    def __init__(self, terms: Terms, offers: Sequence[Offer], sender: int = 0) -> None:
+        """Of a closed loop each sender, by its number, deals out requests of its own."""
         self.terms = terms
         self.outcomes: list[Outcome] = []
         # Of the processes that send, by name, and of those that were lost.
@@ -172,12 +174,14 @@ class Plan:
         self._labelled = self._read_labelled()
         self._prompts = read_prompts(Path(terms.prompts)) if terms.prompts else ()
         self._objective.check(self.weights, bool(self._labelled))
-        self._rota = Rota(self.weights, terms.seed)
-        self._turns = itertools.count()
-        self._draw = random.Random(f"{terms.seed}/lengths")
+        first = sender * _APART
+        seed = terms.seed + first
+        self._rota = Rota(self.weights, seed)
+        self._turns = itertools.count(first)
+        self._draw = random.Random(f"{seed}/lengths")
         self._lengths = parse_lengths(terms.prompt_tokens)
         self._think_time = parse_think_time(terms.think_time) if terms.think_time else None
-        self._thinking = random.Random(f"{terms.seed}/thinking")
+        self._thinking = random.Random(f"{seed}/thinking")
         self._characters = self._measure_characters()
         self.schedule = self._lay() if terms.open else None
 

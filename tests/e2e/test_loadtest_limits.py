@@ -38,9 +38,12 @@ def test_a_closed_loop_ends_after_so_many_requests(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     flags = ("--requests", "25", "--users", "3", "--warm-up", "0.3", *workers)
+    flags += ("--mix", "generate-whole:1")
     with running_stub(service_s=0.02) as stub:
         record, said = report(stub, tmp_path / "report.json", *flags)
         sent = len(stub.bodies)
+        written = [body["seed"] for body in stub.bodies]
+    assert len({*written}) == len(written), "no process sends what another has sent"
     assert record["requests"] == 25
     assert sent > 25, "the warm-up comes before"
     assert "25 requests" in said and not record["ended_early"]
