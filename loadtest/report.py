@@ -226,6 +226,7 @@ class Report:
     url: str
     users: int
     mix: str
+    texts: str
     arrivals: str
     open: bool
     seed: int
@@ -305,6 +306,7 @@ def build_report(
         url=terms.url,
         users=users,
         mix=terms.mix or EVERYTHING,
+        texts=terms.texts,
         arrivals=terms.arrivals,
         open=terms.open,
         seed=terms.seed,
@@ -407,7 +409,7 @@ FIGURES = (
     *("steps_mean", "accuracy"),
 )
 INTERVALS = ("p50_interval_ms", "p99_interval_ms", "accuracy_interval")
-TERMS = ("url", "mix", "arrivals", "users", "seed", "objective", "client")
+TERMS = ("url", "mix", "texts", "arrivals", "users", "seed", "objective", "client")
 
 
 class KeptError(ValueError):

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from loadtest.arrivals import Entry, Process, Rate, parse_rates, parse_think_time, replay
 from loadtest.mix import Operation, Rota
@@ -85,6 +86,17 @@ class Terms:
                 how = f"{'Poisson' if other == 'poisson' else other} arrivals"
         limit = f", at most {self.max_in_flight} in flight at a time" if self.max_in_flight else ""
         return f"open loop: {how}, {words}{limit}{self._end}"
+
+    @property
+    def texts(self) -> str:
+        """What decides how long texts are and what they say, for people; files by their names."""
+        parts = [f"answers of at most {self.max_tokens} tokens"]
+        if self.prompt_tokens:
+            parts.append(f"prompts of {self.prompt_tokens} tokens")
+        if self.trace:
+            parts.append(f"lengths of {Path(self.trace).name} times {self.length_scale:g}")
+        files = [Path(file).name for file in (self.prompts, self.labels) if file]
+        return ", ".join([*parts, *(f"texts of {name}" for name in files)])
 
     @property
     def _end(self) -> str:

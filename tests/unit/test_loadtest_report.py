@@ -277,6 +277,16 @@ def test_two_tests_are_compared_stage_by_stage(
     assert differences(read_report(tmp_path / "a"), read_report(tmp_path / "b")) == []
 
 
+def test_tests_of_texts_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
+    chosen = Terms(max_tokens=8, prompt_tokens="16..32", labels="/data/films.tsv")
+    kept(two_rates(), tmp_path / "a")
+    kept(replace(two_rates(), texts=chosen.texts), tmp_path / "b")
+    assert differences(read_report(tmp_path / "a"), read_report(tmp_path / "b")) == [
+        "texts: A answers of at most 64 tokens, B answers of at most 8 tokens, "
+        "prompts of 16..32 tokens, texts of films.tsv"
+    ]
+
+
 def test_what_cannot_be_compared_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
