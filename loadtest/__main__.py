@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
     about = "callers of a closed loop (%(default)s)"
     add("--users", type=positive, default=8, metavar="N", help=about)
-    about = "callers started per second (default: all at once)"
+    about = "callers started per second (default: all, or 100 of more)"
     add("--spawn-rate", type=above_0, metavar="N", help=about)
     add_shared(parser, "--timeout")
     about = "send from N processes of this machine (one)"
