@@ -218,7 +218,7 @@ def _frontier(report: Report) -> list[Chart]:
                 continue
             metric = placed[0][2].metric or metric
             known = placed[0][2].accuracy is not None
-            label = f"{endpoint}, {rate:.0f}/s" if rate else endpoint
+            label = f"{endpoint}, {rate:g}/s" if rate else endpoint
             for loose in (False, True):
                 some = [each for each in placed if (each[2].steps is None) == loose]
                 spread = [

@@ -243,6 +243,15 @@ def test_every_picture_is_drawn_and_the_page_needs_nothing_else() -> None:
     assert {*re.findall(r'href="#([^"]+)"', page)} <= {*ids}
 
 
+def test_rates_below_one_a_second_have_names_of_their_own() -> None:
+    made = two_rates()
+    slow = zip(made.stages, (0.2, 0.4), strict=True)
+    made = replace(made, stages=[replace(stage, rate_per_s=rate) for stage, rate in slow])
+    (quality,) = (chart for chart in charts(made) if chart.title.startswith("Quality"))
+    named = {line.label for line in quality.lines if line.label}
+    assert named == {"classify, 0.2/s", "classify, 0.4/s"}
+
+
 def test_the_page_escapes_what_a_server_said() -> None:
     page = render_html(report(outcomes()))
     assert "late &lt;1&gt;" in page
