@@ -154,8 +154,11 @@ def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> Non
             f"An open loop has one user in each process that sends: -u {senders}, "
             f"not -u {runner.target_user_count}."
         )
-    # Each worker first makes the same plan, which may take it longer than it took here.
-    lead_s = _LEAD_OF_WORKERS_S + 2 * took_s if crew else _LEAD_S
+    lead_s = _LEAD_S
+    if isinstance(runner, MasterRunner):
+        # Each worker first makes the same plan, which may take it longer than it took here. Locust
+        # starts its user, who sends, one after another: by itself one a second.
+        lead_s = _LEAD_OF_WORKERS_S + 2 * took_s + (senders - 1) / runner.spawn_rate
     plan.begin_s = time.time() + lead_s
     if crew is None:
         shares[environment] = Share(0, 1, plan.begin_s)

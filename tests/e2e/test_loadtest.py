@@ -140,6 +140,22 @@ def test_locust_runs_the_file_by_itself_in_several_processes() -> None:
     assert f"{sent} requests in" in done.stdout
 
 
+def test_a_schedule_begins_once_locust_has_started_every_sender() -> None:
+    with running_stub() as stub:
+        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
+        command += ["--host", stub.url, "-u", "2", "-r", "0.25", "--processes", "2"]
+        command += ["--expect-workers", "2", "--rate", "20", "--duration", "1s"]
+        done = subprocess.run(
+            [*command, "--mix", "classify:*", "--max-lag-ms", "1000"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SATURATED" not in done.stdout
+
+
 def test_callers_end_with_the_test_though_answers_never_come() -> None:
     with running_stub(dict.fromkeys(LADDER, "hang")) as stub:
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
