@@ -158,7 +158,7 @@ def percentile_interval(ordered: Sequence[float], percent: float) -> tuple[float
     return ordered[low], ordered[high]
 
 
-def share_interval(hits: int, count: int) -> tuple[float, float] | None:
+def share_interval(hits: float, count: int) -> tuple[float, float] | None:
     """Wilson's interval of a share at 95 %."""
     if not count:
         return None

@@ -278,6 +278,7 @@ class Plan:
             outcomes=counted,
             health=health,
             ended_early=short,
+            labelled=max(map(len, self._labelled.values()), default=None),
         )
 
     def _lay(self) -> Schedule:

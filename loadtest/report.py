@@ -92,14 +92,20 @@ class Slice:
 
 
 def summarise(
-    outcomes: Sequence[Outcome], spans_s: Mapping[Operation, float], objective: Objective
+    outcomes: Sequence[Outcome],
+    spans_s: Mapping[Operation, float],
+    objective: Objective,
+    labelled: int | None = None,
 ) -> list[Row]:
-    """A row for every operation with the time in which it was sent, never answered ones too."""
+    """A row for every operation with the time in which it was sent, never answered ones too.
+
+    `labelled` texts were sent again and again; their answers tell no more than so many.
+    """
     by_operation: dict[Operation, list[Outcome]] = {operation: [] for operation in spans_s}
     for outcome in outcomes:
         by_operation[outcome.operation].append(outcome)
     ordered = sorted(by_operation, key=lambda each: each.place)
-    return [_row(each, by_operation[each], spans_s[each], objective) for each in ordered]
+    return [_row(each, by_operation[each], spans_s[each], objective, labelled) for each in ordered]
 
 
 def timeline(outcomes: Sequence[Outcome], begin_s: float) -> list[Slice]:
@@ -129,7 +135,11 @@ def timeline(outcomes: Sequence[Outcome], begin_s: float) -> list[Slice]:
 
 
 def _row(
-    operation: Operation, outcomes: list[Outcome], duration_s: float, objective: Objective
+    operation: Operation,
+    outcomes: list[Outcome],
+    duration_s: float,
+    objective: Objective,
+    labelled: int | None,
 ) -> Row:
     right = [outcome for outcome in outcomes if outcome.error is None]
     total_ms = sorted(outcome.total_ms for outcome in right)
@@ -139,6 +149,8 @@ def _row(
     rates = [1e3 / each for each in per_token_ms if each]
     tokens = sum(outcome.tokens for outcome in right)
     known = [one.correct for one in right if one.correct is not None]
+    accuracy = sum(known) / len(known) if known else None
+    told = min(len(known), labelled or len(known))
     used = Counter(one.steps for one in right if one.steps is not None)
     good = sum(map(objective.good, outcomes))
     per_s = 1 / duration_s if duration_s > 0 else 0.0
@@ -179,8 +191,8 @@ def _row(
         steps_used={f"{steps:g}": count for steps, count in sorted(used.items())},
         reasons=dict(Counter(one.reason for one in right if one.reason is not None)),
         known=len(known),
-        accuracy=sum(known) / len(known) if known else None,
-        accuracy_interval=share_interval(sum(known), len(known)),
+        accuracy=accuracy,
+        accuracy_interval=None if accuracy is None else share_interval(accuracy * told, told),
         expected=_mean([one.expected for one in right]),
         metric=next((one.metric for one in right if one.metric), None),
     )
@@ -283,6 +295,7 @@ def build_report(
     outcomes: Sequence[Outcome],
     health: Health,
     ended_early: bool = False,
+    labelled: int | None = None,
 ) -> Report:
     """Sum up what was counted: the outcomes but those of the warm-up; `begin_s` of the epoch."""
     by_stage = [[one for one in outcomes if one.stage == number] for number in range(len(stages))]
@@ -320,11 +333,12 @@ def build_report(
         held_max_ms=max(held_ms, default=None),
         answered_per_s=_per_s(right, whole_s),
         good_per_s=_per_s(sum(map(objective.good, outcomes)), whole_s),
-        rows=summarise(outcomes, sent_s, objective),
+        rows=summarise(outcomes, sent_s, objective, labelled),
         stages=[
             _stage(
                 *(stage, by_stage[number], end_s - from_s, operations, objective),
                 carried=_carried(number, from_s, outcomes),
+                labelled=labelled,
             )
             for number, (stage, (from_s, end_s)) in enumerate(zip(stages, stretches, strict=True))
         ],
@@ -361,6 +375,7 @@ def _stage(
     operations: Sequence[Operation],
     objective: Objective,
     carried: int,
+    labelled: int | None,
 ) -> StageReport:
     right = sum(one.error is None for one in within)
     planned = [stage.only] if stage.only else operations
@@ -376,7 +391,7 @@ def _stage(
         good_per_s=_per_s(sum(map(objective.good, within)), span_s),
         carried=carried,
         verdicts=objective.verdicts(within),
-        rows=summarise(within, dict.fromkeys(planned, span_s), objective),
+        rows=summarise(within, dict.fromkeys(planned, span_s), objective, labelled),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.mix import MixError, MixItem, Operation, Rota, parse_mix, resolve_mix
-from loadtest.outcomes import Generator, Outcome
+from loadtest.outcomes import Generator, Outcome, share_interval
 from loadtest.plan import LabelledError, Plan, PromptsError
 from loadtest.schedule import Terms, parse_levels
 from loadtest.target import Ask, Offer
@@ -174,6 +174,10 @@ def test_known_labels_make_answers_right_or_wrong(tmp_path: Path) -> None:
         label = {"so good": "good", "so\tbad": "bad"}[json.loads(body)["input"]]
         assert plan.is_correct(shot, label) is True
         assert plan.is_correct(shot, "else") is False
+    # Two texts answered a hundred times tell no more of the model than once.
+    plan.outcomes = [Outcome(shot.operation, float(at), 5.0, correct=at < 100) for at in range(200)]
+    [row] = plan.report(200.0).rows
+    assert (row.known, row.accuracy, row.accuracy_interval) == (200, 0.5, share_interval(1, 2))
     with pytest.raises(LabelledError, match=r"knows all labels.*bad, good.*topics: unknown"):
         Plan(Terms(mix="classify@topics:1", labels=str(file)), OFFERS)
     file.write_text("no tab", encoding="utf-8")
