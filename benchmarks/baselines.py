@@ -39,10 +39,10 @@ FOLDERS = {
 def bag_of_words(train: Rows, test: Rows) -> dict[str, Any]:
     """Words and pairs of words, as `stepdial train` fits them beside a classifier."""
     started = time.process_time()
-    accuracy = classifier_report.bag_of_words(train, test)
-    assert accuracy is not None
+    scores = classifier_report.bag_of_words(train, test)
+    assert scores is not None
     seconds = time.process_time() - started
-    return _figures(round(accuracy * len(test)), len(test), seconds)
+    return _figures(round(scores.accuracy * len(test)), len(test), seconds)
 
 
 def pixels(folder: Path) -> dict[str, Any]:
