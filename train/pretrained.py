@@ -468,7 +468,7 @@ _DECODERS: dict[str, tuple[Literal["gpt2", "llama", "neox"], str, dict[str, str]
     "llama": ("llama", "model.", _LLAMA_SIZES),
     "mistral": ("llama", "model.", _LLAMA_SIZES),
     "qwen2": ("llama", "model.", _LLAMA_SIZES),
-    "gpt_neox": ("neox", "gpt_neox.", {"eps": "layer_norm_eps"}),
+    "gpt_neox": ("neox", "gpt_neox.", {"eps": "layer_norm_eps", "theta": "rotary_emb_base"}),
 }
 _ENDS = {  # token embedding, norm before the readout, readout
     "gpt2": ("wte.weight", "ln_f", "lm_head.weight"),
@@ -514,7 +514,8 @@ def _decoder(
             raise PretrainedError(f"{where} has no {key}")
         return config[key]
 
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # If there are both, transformers takes these.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     activation = "silu" if form == "llama" else size("hidden_act")
     positions = size("max_position_embeddings")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -550,7 +551,7 @@ def _decoder(
     head_width = config.get("head_dim") or width // heads
     if head_width * heads != width:
         raise PretrainedError(f"{where}: head_dim = {head_width} is not supported")
-    share = config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25))
+    share = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
     if form == "neox" and int(share * head_width) % 2:
         raise PretrainedError(f"{where}: rotary_pct = {share} of {head_width} is an odd number")
     pad_id, eos_id = _special_ids(config, folder, tokenizer)
@@ -580,10 +581,7 @@ def _decoder(
         form=form,
         rotary={"gpt2": 0, "llama": head_width, "neox": int(share * head_width)}[form],
         theta=float(
-            rope.get("rope_theta")
-            or config.get("rope_theta")
-            or config.get("rotary_emb_base")
-            or 10_000.0
+            rope.get("rope_theta") or config.get(names.get("theta", "rope_theta")) or 10_000.0
         ),
         biases=(biases[0], biases[1], biases[2]),
         tied=tied,

@@ -133,6 +133,23 @@ def test_the_newer_of_two_notes_of_theta_counts(tmp_path: Path) -> None:
     logits_as_transformers(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("rope", "own", "other"),
+    [
+        ({"rope_theta": 77.0, "partial_rotary_factor": 0.5}, "rotary_pct", 0.25),
+        (None, "rotary_emb_base", 77.0),
+    ],
+)
+def test_rotary_positions_of_pythia_are_as_transformers_reads_them(
+    rope: dict[str, Any] | None, own: str, other: float, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, "gpt_neox")
+    change(tmp_path, rope_parameters=rope, rope_theta=500.0, **{own: other})
+    sizes = sizes_of(tmp_path)
+    assert (sizes.theta, sizes.rotary) == (77.0, 32 if rope else 16)
+    logits_as_transformers(tmp_path)
+
+
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -143,12 +160,17 @@ def change(folder: Path, **changes: Any) -> None:
     [
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling = .*llama3"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = .*linear"),
         ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ("llama", {"head_dim": 32}, "head_dim = 32 is not supported"),
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
         ("mistral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("gpt_neox", {"rotary_pct": 0.33}, r"rotary_pct = 0.33 of \d+ is an odd number"),
+        (
+            "gpt_neox",
+            {"rope_parameters": None, "rotary_pct": 0.33},
+            r"rotary_pct = 0.33 of \d+ is an odd number",
+        ),
         ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual = False"),
         ("llama", {"model_type": "t5"}, "decoders of gpt2, llama"),
     ],
