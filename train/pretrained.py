@@ -518,7 +518,10 @@ def _decoder(
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     activation = "silu" if form == "llama" else size("hidden_act")
     positions = size("max_position_embeddings")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    # What transformers takes where nothing is said: only Mistral's windows slide.
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    if family == "qwen2" and not config.get("use_sliding_window"):
+        window = None
     usual = {
         "hidden_act": config.get("hidden_act", "silu") == "silu"
         if form == "llama"
@@ -533,7 +536,7 @@ def _decoder(
     for key, is_usual in usual.items():
         if not is_usual:
             key = names.get(key, key)
-            shown = rope if key == "rope_scaling" else config.get(key)
+            shown = {"rope_scaling": rope, "sliding_window": window}.get(key, config.get(key))
             raise PretrainedError(f"{where}: {key} = {shown!r} is not supported")
     tokens, _, readout = _ENDS[form]
     for name in (tokens, *_wanted(form)):

@@ -165,6 +165,8 @@ def change(folder: Path, **changes: Any) -> None:
         ("llama", {"head_dim": 32}, "head_dim = 32 is not supported"),
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
         ("mistral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
+        ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "sliding_window = 16"),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, "sliding_window = 16"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (
             "gpt_neox",
@@ -182,6 +184,24 @@ def test_a_form_that_is_not_known_is_refused(
     change(tmp_path, **changes)
     with pytest.raises(PretrainedError, match=said):
         read_original(tmp_path)
+
+
+def test_a_window_slides_where_it_does_in_transformers(tmp_path: Path) -> None:
+    write_folder(tmp_path / "qwen2", "qwen2")
+    change(tmp_path / "qwen2", sliding_window=16)
+    without(tmp_path / "qwen2", "use_sliding_window")
+    logits_as_transformers(tmp_path / "qwen2")
+    write_folder(tmp_path / "mistral", "mistral", max_position_embeddings=5000)
+    without(tmp_path / "mistral", "sliding_window")
+    with pytest.raises(PretrainedError, match="sliding_window = 4096 is not supported"):
+        read_original(tmp_path / "mistral")
+
+
+def without(folder: Path, key: str) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content.pop(key, None)
+    path.write_text(json.dumps(content))
 
 
 def test_a_readout_or_a_row_that_is_missing_is_said(tmp_path: Path) -> None:
