@@ -397,8 +397,10 @@ def _encoder(
     where: Path,
 ) -> Encoder:
     names = _FAMILIES[family]
-    # One that labels tokens has a classifier too, and no layer before it.
+    # One that labels tokens has a classifier too, and in some files a layer that it does not read.
     classifies = all(f"{one}.weight" in weights for one in (names.dense, names.classifier))
+    made_as = config.get("architectures") or []
+    classifies &= not any(one.endswith("ForTokenClassification") for one in made_as)
 
     def size(name: str) -> Any:
         key = names.sizes.get(name, name)

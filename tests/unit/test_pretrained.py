@@ -334,6 +334,20 @@ def test_one_that_labels_tokens_is_read_without_its_classifier(family: str, tmp_
     check_states(original, model.base_model, tmp_path)
 
 
+@pytest.mark.parametrize(("family", "pooler"), [("bert", "pooler.dense"), ("albert", "pooler")])
+def test_one_that_labels_tokens_may_have_a_layer_that_it_does_not_read(
+    family: str, pooler: str, tmp_path: Path
+) -> None:
+    """So did earlier releases write it."""
+    write_folder(tmp_path, family, "ForTokenClassification", id2label={0: "no", 1: "yes"})
+    path = tmp_path / "model.safetensors"
+    unread = {"weight": torch.randn(16, 16), "bias": torch.randn(16)}
+    unread = {f"{family}.{pooler}.{part}": w for part, w in unread.items()}
+    save_file(load_file(path) | unread, path, {"format": "pt"})
+    original = read_original(tmp_path)
+    assert (original.labels, original.encoder.pool, original.encoder.dense) == (None, "mean", "")
+
+
 def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
     # As multilingual MiniLM: a BERT of which config.json says 0, and whose texts begin with 0.
     tokenizer = tokenizer_for("roberta")
