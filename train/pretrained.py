@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 
 from train.blocks import (
@@ -318,13 +319,16 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     noted = folder / "tokenizer_config.json"
-    normalizer = tokenizer.normalizer
-    if noted.is_file() and isinstance(normalizer, BertNormalizer):
-        said = _read_json(noted)  # which counts, if both files say something
+    said = _read_json(noted) if noted.is_file() else {}  # which counts, if both say something
+    normalizer, cut = tokenizer.normalizer, tokenizer.pre_tokenizer
+    if isinstance(normalizer, BertNormalizer):
         for key, name in _NORMALIZING.items():
             if key in said and getattr(normalizer, name) != said[key]:
                 setattr(normalizer, name, said[key])
         tokenizer.normalizer = normalizer
+    if isinstance(cut, ByteLevel) and isinstance(said.get("add_prefix_space"), bool):
+        cut.add_prefix_space = said["add_prefix_space"]
+        tokenizer.pre_tokenizer = cut
     return tokenizer
 
 

@@ -161,6 +161,23 @@ def test_of_two_files_of_a_tokenizer_the_config_counts(
         assert read_original(tmp_path).tokenizer.encode(text).ids == theirs(text).input_ids
 
 
+@pytest.mark.parametrize("family", ["roberta", "gpt2"])
+def test_whether_a_text_begins_with_a_space_is_what_the_config_says(
+    family: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family)
+    path = tmp_path / "tokenizer_config.json"
+    kind = {"roberta": "RobertaTokenizer", "gpt2": "GPT2Tokenizer"}[family]
+    said = json.loads(path.read_text()) | {"tokenizer_class": kind}
+    found = []
+    for spaced in (True, False):
+        path.write_text(json.dumps(said | {"add_prefix_space": spaced}))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        found.append(read_original(tmp_path).tokenizer.encode("the film").ids)
+        assert found[-1] == theirs("the film").input_ids
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(
     ("family", "dropped", "changed"),
     [("roberta", "pad_token_id", {}), ("distilbert", "layer_norm_eps", {"layer_norm_eps": 0.1})],
