@@ -626,17 +626,16 @@ def _special_ids(
         )
     ends = config.get("eos_token_id")
     ends = ends[0] if isinstance(ends, list) and ends else ends
-    if ends not in special:
-        return special[0], None
+    ends = ends if ends in special else None
     texts_have = tokenizer.encode("a").ids  # Llama begins each with a special token
     free = [one for one in special if one not in texts_have]
     unknown = getattr(tokenizer.model, "unk_token", None)
     never = [one for one in free if added[one].content != unknown]
-    wanted = (config.get("pad_token_id"), *never, *free, *special)
-    for token in wanted:
-        if token in special and token != ends:
+    noted = [one for one in free if one == config.get("pad_token_id")]
+    for token in (*noted, *never, *free, *special):
+        if token != ends:
             return token, ends
-    return ends, None  # GPT-2 has one special token alone
+    return special[0], None  # GPT-2 has one special token alone
 
 
 class PretrainedEmbedding(nn.Module):

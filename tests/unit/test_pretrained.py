@@ -427,6 +427,18 @@ def test_a_decoder_pads_with_what_its_texts_do_not_begin_with(tmp_path: Path) ->
     assert original.sizes.pad_id not in begun and original.sizes.pad_id == 0
 
 
+@pytest.mark.parametrize("noted", [{"pad_token_id": 1}, {"eos_token_id": None}])
+def test_a_decoder_pads_so_whatever_its_config_says(noted: dict[str, Any], tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama")
+    change(tmp_path, **noted)
+    if "eos_token_id" in noted:  # and the first special token is the one that texts begin with
+        path = tmp_path / "tokenizer.json"
+        path.write_text(path.read_text().replace('"special": true', '"special": false', 1))
+    original = read_original(tmp_path)
+    begun = original.tokenizer.encode("the film").ids
+    assert begun[0] == 1 and original.sizes.pad_id not in begun
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_weights_of_other_sizes_than_the_config_says_are_refused(
     family: str, tmp_path: Path
