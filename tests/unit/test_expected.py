@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from export.verify import Answers, FirstKept
+from export.draft import UNMEASURED
+from export.verify import FLOOR, SLACK, Answers, Expected, FirstKept, VerificationError, _Check
+from serve.bundle import Quality, Rung
 from train.data.batch import Sizes
 from train.model import OTTransformer, build_model
 from train.recipe import ModelConfig
@@ -62,3 +64,28 @@ def test_the_first_evaluation_is_shared_by_rungs_and_only_that_one() -> None:
     assert torch.equal(kept(x, mask * 2), -2 * x) and len(seen) == 2
     assert torch.equal(kept(x[:1], mask[:1]), -x[:1]) and len(seen) == 3
     assert torch.equal(kept(x / 2, mask), -x / 2) and len(seen) == 4
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1.1])
+def test_one_wrong_answer_among_right_ones_is_told(spoilt: int, number: float) -> None:
+    check = new_check()
+    for index in range(3):
+        right = np.ones((1, 4))
+        check.begin(Expected((torch.zeros(1, 1),), right, 1e-7))
+        check.compare(np.where(index == spoilt, number, right).astype(np.float32), "a batch")
+    with pytest.raises(VerificationError, match="is off by"):
+        check.verdict()
+
+
+def test_a_model_that_overflows_in_float32_is_told() -> None:
+    check = new_check()
+    check.begin(Expected((torch.zeros(1, 1),), np.ones((1, 4)), np.inf))
+    check.compare(np.full((1, 4), np.inf, np.float32), "a batch")
+    with pytest.raises(VerificationError, match="is off by inf in a batch"):
+        check.verdict()
+
+
+def new_check() -> _Check:
+    quality = Quality("accuracy", 0.0, 0.0, 0.0, 1)
+    return _Check(Rung(1, "euler", 1, None, "steps-1.onnx", quality, UNMEASURED), SLACK, FLOOR)
