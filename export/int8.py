@@ -219,8 +219,13 @@ def table_to_bytes(
 
 
 def _rounded_up(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
-    """The least numbers of 16 bits that are not below these; the largest there is, at most."""
-    near = np.clip(values, -_MOST_HALF, _MOST_HALF).astype(np.float16)
+    """The least numbers of 16 bits that are not below these."""
+    if bool((values > _MOST_HALF).any()):
+        raise ValueError(
+            "a weight is so large that a scale of 16 bits for its bytes is not enough: use "
+            "--precision fp32"
+        )
+    near = np.maximum(values, -_MOST_HALF).astype(np.float16)
     up = np.nextafter(near, np.float16(_MOST_HALF))
     return np.where(near.astype(np.float32) < values, up, near)
 

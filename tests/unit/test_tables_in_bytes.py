@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.int8 import LEAST_TABLE, quantise, to_uneven_bytes
+from export.int8 import LEAST_TABLE, quantise, table_to_bytes, to_uneven_bytes
 
 
 @pytest.mark.parametrize("width", [128, 72])
@@ -69,3 +69,20 @@ def test_weights_that_are_floats_in_memory_round_no_activation(
     session = ort.InferenceSession(model.SerializeToString())
     (found,) = session.run(None, {"x": x})
     np.testing.assert_allclose(found, x @ known + np.arange(256), rtol=1e-4, atol=1e-3)
+
+
+def test_weights_beyond_scales_of_16_bits_are_refused() -> None:
+    weight = np.zeros((2, 64), np.float32)
+    for number, makers in (
+        (6.5e4, ()),
+        (-6.6e4, (to_uneven_bytes,)),
+        (1e7, (table_to_bytes,)),
+        (-1e8, (to_uneven_bytes, table_to_bytes)),
+    ):
+        weight[1, 5] = number
+        for make in (to_uneven_bytes, table_to_bytes):
+            if make in makers:
+                with pytest.raises(ValueError, match="a weight is so large that a scale of 16"):
+                    make(weight)
+            else:
+                make(weight)
