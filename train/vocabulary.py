@@ -51,10 +51,13 @@ def _kept(content: dict[str, Any], used: set[int]) -> set[int]:
         if unknown is not None:
             kept.add(numbers[unknown] if isinstance(unknown, str) else unknown)
     if model["type"] == "BPE":
-        # Backwards: what a piece is merged of stands before it.
-        for one, other in reversed(_merges(model)):
-            if numbers[one + other] in kept:
-                kept |= {numbers[one], numbers[other]}
+        # Backwards, since what a piece is merged of mostly stands before it; until all are there.
+        merges, before = _merges(model)[::-1], 0
+        while before < len(kept):
+            before = len(kept)
+            for one, other in merges:
+                if numbers[one + other] in kept:
+                    kept |= {numbers[one], numbers[other]}
     return kept
 
 

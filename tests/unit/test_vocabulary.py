@@ -1,9 +1,12 @@
 """A vocabulary cut to what texts use: the same pieces for them, the same answers, fewer rows."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from export.run import ExportRequest, export_run
 from stepdial import main
@@ -76,6 +79,21 @@ def test_padding_and_ends_keep_their_meaning(tmp_path: Path) -> None:
                 for one, at in ((original, old), (small, new))
             ]
             assert known[0] == known[1], (family, name)
+
+
+def test_pieces_of_what_is_merged_of_later_ones_stay(tmp_path: Path) -> None:
+    """As where pieces were added to a vocabulary: what is merged first stands last."""
+    write_folder(tmp_path, "gpt2")
+    original = read_original(tmp_path)
+    content = json.loads(original.tokenizer.to_str())
+    letters = {letter: number for number, letter in enumerate("abcd", 1)}
+    content["model"] |= {
+        "vocab": {"<|endoftext|>": 0} | letters | {"abcd": 5, "abc": 6, "ab": 7},
+        "merges": [["abc", "d"], ["ab", "c"], ["a", "b"]],
+    }
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    found = pruned(dataclasses.replace(original, tokenizer=tokenizer), ["abcd"]).tokenizer
+    assert found.encode("abcd").tokens == tokenizer.encode("abcd").tokens == ["abcd"]
 
 
 @pytest.mark.long
