@@ -242,7 +242,14 @@ def read_original(folder: Path) -> Original:
     tokenizer = _read_tokenizer(folder)
     encoder = _encoder(config, family, weights, _pooling(folder), folder / CONFIG)
     _tokens_of(tokenizer, encoder.vocabulary, folder)
-    encoder = dataclasses.replace(encoder, pad_id=_pad_id(folder, tokenizer, encoder.pad_id))
+    pad_id = _pad_id(folder, tokenizer, encoder.pad_id)
+    if encoder.first_position and pad_id != encoder.pad_id:  # positions are counted without it
+        raise PretrainedError(
+            f"{folder / CONFIG}: pad_token_id = {encoder.pad_id}, and the tokenizer pads with "
+            f"{pad_id}: a {family} counts its positions from padding on, so give one of which both "
+            "say the same"
+        )
+    encoder = dataclasses.replace(encoder, pad_id=pad_id)
     labels = None
     if encoder.dense:
         numbered = config.get("id2label") or {}

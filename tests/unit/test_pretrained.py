@@ -377,6 +377,12 @@ def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
     check_states(original, model, tmp_path)
 
 
+def test_positions_counted_without_another_token_than_padding_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "roberta", pad_token_id=0)  # <s>: to transformers it has no position
+    with pytest.raises(PretrainedError, match="pad_token_id = 0, and the tokenizer pads with 1: a"):
+        read_original(tmp_path)
+
+
 def test_padding_that_every_text_has_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_for("roberta")
     model = transformers_model("bert", vocab_size=len(tokenizer), pad_token_id=0)
