@@ -953,7 +953,7 @@ def _load(
     embed.tokens.weight.copy_(take("embeddings.word_embeddings.weight"))
     end = encoder.first_position + embed.window
     positions = take("embeddings.position_embeddings.weight")[encoder.first_position : end]
-    if "embeddings.token_type_embeddings.weight" in original.weights:
+    if encoder.family != "distilbert":  # which has no segments
         positions = positions + take("embeddings.token_type_embeddings.weight")[0]
     table = next(embed.positions.parameters())
     table.copy_(positions.view_as(table))

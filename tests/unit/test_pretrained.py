@@ -455,6 +455,17 @@ def test_weights_of_other_sizes_than_the_config_says_are_refused(
         converted(read_original(tmp_path), 2)
 
 
+@pytest.mark.parametrize("name", ["embeddings.token_type_embeddings.weight", "pooler.dense.bias"])
+def test_a_weight_that_is_missing_is_named_if_it_is_needed(name: str, tmp_path: Path) -> None:
+    model, path = write_folder(tmp_path, "bert"), tmp_path / "model.safetensors"
+    save_file({one: w for one, w in load_file(path).items() if one != name}, path)
+    if name.startswith("pooler"):
+        check_states(read_original(tmp_path), model, tmp_path)
+        return
+    with pytest.raises(PretrainedError, match=f"have no {name}"):
+        converted(read_original(tmp_path), 2)
+
+
 @pytest.mark.parametrize("lines", [100, 200_000])
 def test_the_licence_is_found_at_once_or_not(lines: int, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\n" + "\n" * lines)
