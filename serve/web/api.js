@@ -27,7 +27,8 @@ export class RequestFailure extends Error {
   }
 }
 
-export const address = (path) => new URL(path, document.baseURI).href;
+/** Without what the address of the page may hold before its host: a key, as in http://any:KEY@host/. */
+export const address = (path) => new URL(path, location.origin + location.pathname).href;
 
 function retryHint(headers) {
   const waitMs = Number(headers.get("retry-after-ms")) || 1000 * Number(headers.get("retry-after"));

@@ -162,8 +162,8 @@ function state() {
 async function copyLink() {
   const kept = state();
   if (writes(model)) kept.seed ||= runs.seed();
-  const url = new URL(toFragment(kept), location.href).href;
-  window.history.replaceState(null, "", url);
+  const url = api.address(toFragment(kept));
+  window.history.replaceState(null, "", toFragment(kept));
   clearTimeout(addressTimer);
   await code.copy(url, element("copy-link"), () => { element("code-note").textContent = url; });
   if (!keepsPicture(kept)) element("code-note").textContent = "The picture is too large for a link: the link holds all else.";

@@ -214,6 +214,26 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         assert complaints.external == []
 
 
+def test_a_key_in_the_address_is_used_and_not_shown(browser: Browser) -> None:
+    with served([classify_bundle().folder], {"STEPDIAL_API_KEYS": KEY}) as locked:
+        address = locked.url.replace("://", f"://any:{KEY}@")
+        with opened(browser, address) as (page, _):  # a bare page is refused before the key
+            page.get_by_role("button", name="Classify").click()
+            expect(page.locator(".scores li")).to_have_count(2)
+            page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+            page.get_by_role("button", name="Copy a link").click()
+            expect(page.locator("#copy-link")).to_have_text("Copied")
+            link = page.evaluate("() => navigator.clipboard.readText()")
+            shown = [code(page, language) for language in ("curl", "Python", "JavaScript")]
+            assert f"{locked.url}#model=" in link and f"{locked.url}v1/classify" in shown[0]
+            assert KEY not in link + "".join(shown)
+            page.goto(f"{address}docs")
+            entry = page.locator("#get-v1-models")
+            entry.locator("summary", has_text="Try it").click()
+            entry.get_by_role("button", name="Send").click()
+            expect(entry.locator("[role=status]")).to_contain_text("HTTP 200")
+
+
 def test_the_reference_fits_a_narrow_screen(browser: Browser, server: Served) -> None:
     page = browser.new_page(viewport={"width": 360, "height": 800})
     page.goto(f"{server.url}docs")
