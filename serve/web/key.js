@@ -12,7 +12,8 @@ let asking = null;
 
 function stored() {
   try {
-    return sessionStorage.getItem(NAME) ?? "";
+    const kept = sessionStorage.getItem(NAME) ?? "";
+    return canBeSent(kept) ? kept : ""; // the reference keeps whatever is typed there
   } catch {
     return ""; // a browser that keeps nothing: the key lasts as long as the page
   }

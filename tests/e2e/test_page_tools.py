@@ -211,6 +211,11 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         expect(dialog).to_be_visible()
         page.keyboard.press("Escape")
         expect(page.locator("#notice")).to_contain_text("The server wants an API key")
+        page.goto(f"{locked.url}docs")
+        page.get_by_label("API key").fill("sd-k\u2011ey")
+        page.get_by_label("API key").press("Tab")
+        page.goto(locked.url)
+        expect(dialog).to_be_visible()  # no request can carry that key: there is none
         assert complaints.external == []
 
 
