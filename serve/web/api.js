@@ -60,13 +60,13 @@ async function answered(path, { headers, ...init } = {}) {
   }
 }
 
-async function call(path, init) {
+async function call(path, init, asks = true) {
   for (;;) {
     const sentKey = key.current();
     const response = await answered(path, init);
     if (response.ok) return response;
     const failure = await failureOf(response);
-    const again = response.status === 401 && (await key.ask(failure.message, sentKey));
+    const again = response.status === 401 && asks && (await key.ask(failure.message, sentKey));
     init?.signal?.throwIfAborted();
     if (!again) throw failure;
   }
@@ -77,7 +77,8 @@ const post = (path, body, signal) =>
 
 export const models = async () => (await (await call("v1/models")).json()).data ?? [];
 
-export const ladder = async (name) => (await call(`v1/models/${encodeURIComponent(name)}/ladder`)).json();
+/** Without `asks` nobody is asked for a key: a dialog that opens by itself would interrupt the reader. */
+export const ladder = async (name, asks) => (await call(`v1/models/${encodeURIComponent(name)}/ladder`, {}, asks)).json();
 
 export const classify = async (body, signal) => (await post("v1/classify", body, signal)).json();
 

@@ -31,7 +31,7 @@ export function createLive(onNewer) {
     if (!asked || document.hidden) return plan();
     readMs = performance.now();
     try {
-      const newer = await api.ladder(asked);
+      const newer = await api.ladder(asked, false);
       failures = 0;
       if (asked === name) onNewer(newer);
     } catch (failure) {

@@ -207,6 +207,11 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         page.reload()
         expect(page.locator("#playground")).to_be_visible()
         page.get_by_role("button", name="Forget the API key").click()
+        with page.expect_response("**/ladder") as answer:  # read by itself: nobody is asked
+            page.get_by_role("radio", name="Deadline").check(force=True)
+        assert answer.value.status == 401
+        page.wait_for_timeout(200)
+        expect(dialog).to_be_hidden()
         page.reload()
         expect(dialog).to_be_visible()
         page.keyboard.press("Escape")
