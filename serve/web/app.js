@@ -131,19 +131,23 @@ function setView(view) {
 const mode = () => (writes(model) ? "generate" : "classify");
 
 function refresh() {
-  const rung = dial.rung();
-  const deadlineMs = dial.way() === "deadline" ? callMs(ladder, callsOf(model), dial.deadlineMs()) : null;
-  frontier.update({ ladder, task: mode(), index: rung ? ladder.rungs.indexOf(rung) : -1, deadlineMs });
+  plot();
   history.draw(model.id, mode(), ladder.metric);
   element("clear").hidden = history.size(model.id) === 0;
-  element("frontier-title").textContent = frontier.isTimed() ? "Quality against latency" : "Quality against work";
-  element("legend").hidden = !frontier.isTimed();
   runs.name();
   code.update(form.request(dial.budget()), isWanted());
   element("code-note").textContent = runs.isTwo() ? "Of the first answer; the second differs in its steps only." : "";
   live.setEager(dial.way() === "deadline");
   clearTimeout(addressTimer);
   addressTimer = setTimeout(() => window.history.replaceState(null, "", toFragment(state())), ADDRESS_AFTER_MS);
+}
+
+function plot() {
+  const rung = dial.rung();
+  const deadlineMs = dial.way() === "deadline" ? callMs(ladder, callsOf(model), dial.deadlineMs()) : null;
+  frontier.update({ ladder, task: mode(), index: rung ? ladder.rungs.indexOf(rung) : -1, deadlineMs });
+  element("frontier-title").textContent = frontier.isTimed() ? "Quality against latency" : "Quality against work";
+  element("legend").hidden = !frontier.isTimed();
 }
 
 function nameOf({ way, steps, deadlineMs, level }) {
@@ -165,7 +169,10 @@ async function copyLink() {
   const url = api.address(toFragment(kept));
   window.history.replaceState(null, "", toFragment(kept));
   clearTimeout(addressTimer);
-  await code.copy(url, element("copy-link"), () => { element("code-note").textContent = url; });
+  await code.copy(url, element("copy-link"), () => {
+    element("code-note").textContent = url;
+    getSelection().selectAllChildren(element("code-note"));
+  });
   if (!keepsPicture(kept)) element("code-note").textContent = "The picture is too large for a link: the link holds all else.";
 }
 
@@ -199,11 +206,12 @@ function ended() {
   live.soon();
 }
 
+/** Of what is shown only the predictions change: a link that waits to be copied stays. */
 function renewed(newer) {
   if (newer.rungs.length !== ladder.rungs.length) return;
   ladder = newer;
   dial.renew(ladder);
-  refresh();
+  plot();
 }
 
 const free = (button) => element(button).getAttribute("aria-disabled") !== "true";

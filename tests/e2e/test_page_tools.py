@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -141,6 +142,21 @@ def test_a_link_restores_the_whole_state(browser: Browser, page: Page) -> None:
         expect(other.locator("#input")).to_have_value("again")
         expect(other.locator("#count")).to_have_text("2")
         expect(other.get_by_role("radio", name="One answer")).to_be_checked()
+
+
+def test_a_link_that_cannot_be_copied_stays_to_be_taken(page: Page) -> None:
+    pick(page, "tiny-classify")
+    page.evaluate("() => { navigator.clipboard.writeText = async () => { throw new Error(); }; }")
+    page.get_by_role("radio", name="Deadline").check(force=True)
+    expect(page.locator("#history tbody tr")).to_have_count(1)
+    page.get_by_role("button", name="Copy a link").click()
+    note = page.locator("#code-note")
+    expect(note).to_have_text(re.compile(r"/#model=tiny-classify&by=deadline"))
+    assert page.evaluate("() => String(getSelection())") == note.inner_text()
+    with page.expect_response("**/ladder"):  # the page reads it by itself, and draws again
+        pass
+    page.wait_for_timeout(200)
+    expect(note).to_have_text(re.compile(r"/#model=tiny-classify&by=deadline"))
 
 
 def test_a_link_keeps_what_was_left_empty(browser: Browser, page: Page) -> None:
