@@ -72,18 +72,28 @@ async function call(path, init, asks = true) {
   }
 }
 
+/** What an answer holds; it may break off, or come from what stands in place of the server. */
+async function content(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new RequestFailure("The answer cannot be read", "It broke off, or it is not from Stepdial: does something stand before the server?", `HTTP ${response.status}`, response.status);
+  }
+}
+
 const post = (path, body, signal) =>
   call(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
 
-export const models = async () => (await (await call("v1/models")).json()).data ?? [];
+export const models = async () => (await content(await call("v1/models"))).data ?? [];
 
 /** Without `asks` nobody is asked for a key: a dialog that opens by itself would interrupt the reader. */
-export const ladder = async (name, asks) => (await call(`v1/models/${encodeURIComponent(name)}/ladder`, {}, asks)).json();
+export const ladder = async (name, asks) => content(await call(`v1/models/${encodeURIComponent(name)}/ladder`, {}, asks));
 
-export const classify = async (body, signal) => (await post("v1/classify", body, signal)).json();
+export const classify = async (body, signal) => content(await post("v1/classify", body, signal));
 
 /** A text that is sent whole. */
-export const write = async (body, signal) => (await post("v1/generate", body, signal)).json();
+export const write = async (body, signal) => content(await post("v1/generate", body, signal));
 
 /** The events of a generation: {event, data} until one terminal `done` or `error`. */
 export async function* generate(body, signal) {

@@ -303,3 +303,13 @@ def test_a_server_that_is_gone_is_named(browser: Browser, server: Served) -> Non
         page.get_by_role("button", name="Classify").click()
         expect(page.locator("#failure")).to_contain_text("The server does not answer")
         expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_an_answer_that_is_not_the_servers_is_named(browser: Browser, server: Served) -> None:
+    with opened(browser, server.url) as (page, complaints):
+        pick(page, "critic")
+        page.route("**/v1/classify", lambda route: route.fulfill(body="<html>Log in</html>"))
+        page.get_by_role("button", name="Classify").click()
+        expect(page.locator("#failure")).to_contain_text("The answer cannot be read")
+        expect(page.locator("#banner")).to_be_hidden()
+        assert complaints == Complaints(server.url)
