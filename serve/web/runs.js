@@ -22,6 +22,7 @@ export function createRuns(now, onOutcome, onEnd) {
     if (!writes(now().model)) return;
     running?.abort();
     second.clear(true); // its text is of other steps
+    showShades();
     element("difference").textContent = EXPLAINED;
   });
   element("panes").append(first.node, second.node);
@@ -51,6 +52,7 @@ export function createRuns(now, onOutcome, onEnd) {
     two = on;
     second.node.hidden = element("difference").hidden = !on;
     element("columns").classList.toggle("two", on);
+    showShades();
     element("difference").textContent = EXPLAINED;
     reveal();
   }
@@ -118,7 +120,8 @@ export function createRuns(now, onOutcome, onEnd) {
   }
 
   async function sendOne(signal) {
-    const { form, dial } = now();
+    const { model, form, dial } = now();
+    second.clear(writes(model)); // it was to another input
     return (await run(first, form.request(dial.budget()), signal, showShades)).spoken;
   }
 

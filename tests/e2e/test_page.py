@@ -64,6 +64,10 @@ def tokens(page: Page, pane: int = 0) -> list[dict[str, Any]]:
     return shown
 
 
+def legend(page: Page) -> list[str]:
+    return [text.replace("\n", "") for text in page.locator("#shades-list li").all_inner_texts()]
+
+
 def ladder(server: Served, model: str) -> list[int]:
     answer = httpx.get(f"{server.url}v1/models/{model}/ladder").json()
     return [rung["steps"] for rung in answer["rungs"]]
@@ -96,8 +100,7 @@ def test_generation_streams_with_each_token_shaded_by_its_steps(page: Page) -> N
     assert len(shown) == 17
     assert {token["depth"] for token in shown} == {"0.683"}  # log 3 / log 5
     assert shown[4]["title"] == "Token 5: 2 steps of 4"
-    legend = [text.replace("\n", "") for text in page.locator("#shades-list li").all_inner_texts()]
-    assert legend == ["1", "2· 17 tokens", "4"]
+    assert legend(page) == ["1", "2· 17 tokens", "4"]
     expect(page.locator("#status")).to_contain_text("each 2 of 4 steps")
     expect(page.locator("#answers")).to_have_attribute("aria-busy", "false")
     # Only the end is spoken: a region that speaks each token would never be silent.
@@ -161,6 +164,12 @@ def test_differing_tokens_are_marked_and_both_times_shown(page: Page) -> None:
     page.get_by_role("radio", name="critic").check(force=True)
     page.get_by_role("button", name="Classify").click()
     expect(page.locator("#difference")).to_contain_text(re.compile("Both say|They disagree"))
+    turn(page, "One answer")
+    page.get_by_role("textbox", name="Text", exact=True).fill("another text")
+    page.get_by_role("button", name="Classify").click()
+    expect(page.locator("#history tbody tr")).to_have_count(3)
+    turn(page, "Side by side")
+    expect(page.locator(".pane").nth(1).locator(".scores li")).to_have_count(0)
 
 
 def test_turning_the_dial_classifies_again(page: Page, server: Served) -> None:
@@ -342,8 +351,13 @@ def test_the_heading_is_of_the_answer_below_it(page: Page) -> None:
     turn(page, "Side by side")
     page.get_by_role("button", name="Generate").click()
     expect(page.locator("#status")).to_contain_text(re.compile("differ|same"), timeout=20_000)
+    assert legend(page) == ["1· 5 tokens", "2", "4· 5 tokens"]
+    turn(page, "One answer")
+    assert legend(page) == ["1", "2", "4· 5 tokens"]
+    turn(page, "Side by side")
     page.get_by_label("Steps of the second answer").select_option("2")
     assert tokens(page, 1) == [] and len(tokens(page, 0)) == 5
+    assert legend(page) == ["1", "2", "4· 5 tokens"]
 
 
 def test_a_model_that_is_left_while_it_writes_can_be_asked_again(page: Page) -> None:
