@@ -3,8 +3,8 @@
 
 import * as format from "./format.js";
 
-/** Marks tokens of two answers as they come; each pair is looked at once. */
-export function createComparison(first, second) {
+/** Marks tokens of two answers as they come; each pair is looked at once. `whole`: texts in one piece, of beams. */
+export function createComparison(first, second, whole) {
   let [seen, same, differing] = [0, 0, 0];
 
   function update() {
@@ -24,6 +24,7 @@ export function createComparison(first, second) {
   function words() {
     const times = timesInWords(first.outcome(), second.outcome());
     if (!seen) return times;
+    if (whole) return `${differing ? "The texts differ." : "Both texts are the same."} ${times}`.trim();
     const what = differing
       ? `The same for ${same === 1 ? "1 token" : `${same} tokens`}, then ${differing} of the other ${seen - same} differ.`
       : `All ${seen} tokens are the same.`;

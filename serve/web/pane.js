@@ -155,7 +155,7 @@ function finished(done, clock) {
     ms: done.timing.compute_ms / done.usage.completion_tokens,
     firstMs: clock.firstMs,
     totalMs: done.timing.total_ms,
-    spoken: `${clock.count} tokens in ${format.milliseconds(done.timing.total_ms)}, each ${stepsOf(done.budget)}`,
+    spoken: `${done.usage.completion_tokens} tokens in ${format.milliseconds(done.timing.total_ms)}, each ${stepsOf(done.budget)}`,
   };
 }
 

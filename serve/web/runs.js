@@ -129,7 +129,8 @@ export function createRuns(now, onOutcome, onEnd) {
   async function sendTwo(signal) {
     const { model, form, dial } = now();
     const seed = Math.floor(Math.random() * MOST_SEED);
-    const comparison = createComparison(first, second);
+    const requests = [form.request(dial.budget(), seed), form.request({ steps: Number(against.value) }, seed)];
+    const comparison = createComparison(first, second, requests[0].body.num_beams > 1);
     const painted = () => {
       comparison.update();
       element("difference").textContent = comparison.words();
@@ -137,7 +138,6 @@ export function createRuns(now, onOutcome, onEnd) {
     };
     for (const pane of [first, second]) pane.clear(writes(model));
     element("difference").textContent = "";
-    const requests = [form.request(dial.budget(), seed), form.request({ steps: Number(against.value) }, seed)];
     const failures = [null, null];
     for (const [at, pane] of [first, second].entries()) {
       try {

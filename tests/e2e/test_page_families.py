@@ -158,6 +158,15 @@ def test_a_text_is_translated_greedily_and_by_beams(page: Page) -> None:
     expect(page.locator("#history tbody tr")).to_have_count(3)
     expect(page.locator("#code")).to_contain_text("num_beams")
     assert page.locator(".text").first.inner_text().startswith("Zwei Hunde\n")
+    # The text of beams comes in one piece, which is not one token.
+    written = page.locator(".timing dt").get_by_text("Tokens", exact=True).locator("+ dd")
+    count = written.inner_text()
+    assert int(count) > 1
+    expect(page.locator("#status")).to_contain_text(f"{count} tokens in")
+    page.get_by_role("radio", name="Side by side").check(force=True)
+    page.get_by_role("button", name="Translate").click()
+    told = page.locator("#status")
+    expect(told).to_contain_text(re.compile("^(The texts differ|Both texts are the same)"))
     pick(page, "tiny-generate")
     expect(page.get_by_label("Beams")).to_be_hidden()
     expect(page.locator("#temperature")).to_have_value("0.8")
