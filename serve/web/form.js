@@ -100,7 +100,7 @@ export function createForm(picture, onExample) {
     const translates = model.task === "translate";
     const beams = translates ? numberIn("beams") : undefined;
     const sampling = {
-      max_tokens: callsOf(model),
+      max_tokens: numberIn("max-tokens"),
       temperature: beams > 1 ? undefined : numberIn("temperature"),
       num_beams: beams > 1 ? beams : undefined,
       seed: numberIn("seed") ?? seed,

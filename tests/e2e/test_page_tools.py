@@ -193,7 +193,8 @@ def with_key(route: Route) -> None:
 def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> None:
     folders = [generate_bundle().folder]
     with (
-        served(folders, {"STEPDIAL_API_KEYS": KEY}) as locked,
+        # It writes less than is usual, which the page does not know.
+        served(folders, {"STEPDIAL_API_KEYS": KEY, "STEPDIAL_MAX_TOKENS": "50"}) as locked,
         # As behind a proxy that gives the page to all, but not the interface.
         opened(browser, "about:blank") as (page, complaints),
     ):
@@ -218,6 +219,7 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         expect(dialog).to_be_hidden()
         page.get_by_role("button", name="Generate").click()
         expect(page.locator(".timing").first).to_contain_text("Ended by")
+        expect(page.locator(".token")).to_have_count(50)
         shown = code(page, "curl") + page.url + page.evaluate("() => JSON.stringify(localStorage)")
         assert "$API_KEY" in shown and KEY not in shown
         page.reload()
