@@ -239,6 +239,7 @@ element("copy-link").addEventListener("click", copyLink);
 element("clear").addEventListener("click", () => {
   history.clear(model.id);
   refresh();
+  element("history").focus(); // the button is gone
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address holds the state

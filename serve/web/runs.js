@@ -71,7 +71,9 @@ export function createRuns(now, onOutcome, onEnd) {
 
   function busy(on) {
     const writing = writes(now().model);
+    const isFocused = document.activeElement === element("stop");
     element("stop").hidden = !on || (!writing && !sweeping);
+    if (isFocused && element("stop").hidden) element("send").focus();
     element("send").setAttribute("aria-disabled", String(on && writing));
     element("sweep").setAttribute("aria-disabled", String(on && (sweeping || writing)));
     element("answers").setAttribute("aria-busy", String(on));

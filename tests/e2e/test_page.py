@@ -123,6 +123,7 @@ def test_two_answers_come_one_after_the_other_and_both_stop(page: Page, by: str)
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("#answers")).to_have_attribute("aria-busy", "false")
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(page.get_by_role("button", name="Generate")).to_be_focused()
     assert 0 < len(tokens(page, 0)) < 2000
     assert tokens(page, 1) == []  # it had not begun
     assert rows(page) == []
@@ -308,6 +309,7 @@ def test_every_step_count_is_sent_in_turn(page: Page, server: Served) -> None:
     assert rows(page) == [str(count) for count in reversed(steps)]
     page.get_by_role("button", name="Clear").click()
     assert rows(page) == []
+    expect(page.locator("#history")).to_be_focused()
 
 
 def test_a_ladder_without_latency_is_drawn_by_work(page: Page) -> None:
