@@ -228,6 +228,7 @@ def test_all_of_it_works_by_keyboard_alone(page: Page) -> None:
     keyboard.type("To be")
     keyboard.press("Control+Enter")
     expect(page.locator("#status")).to_contain_text("tokens in")
+    assert page.locator("[role=tablist] > :not([role=tab])").count() == 0
     page.locator("#tab-curl").focus()
     keyboard.press("ArrowRight")
     expect(page.get_by_role("tab", name="Python")).to_be_focused()
