@@ -251,6 +251,7 @@ window.addEventListener("hashchange", (event) => {
   if (wanted && models.length) restore(wanted);
 });
 document.addEventListener("keydown", (event) => {
+  if (event.isComposing) return; // the key is for the input method
   if (event.key === "Escape" && runs.isRunning()) runs.stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !element("playground").hidden && free("send")) element("form").requestSubmit();
 });

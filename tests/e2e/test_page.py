@@ -117,6 +117,10 @@ def test_two_answers_come_one_after_the_other_and_both_stop(page: Page, by: str)
     page.wait_for_function(FIRST_STREAMS)
     expect(page.locator("#answers")).to_have_attribute("aria-busy", "true")
     if by == "Escape":
+        composing = {"key": "Escape", "isComposing": True}  # ends what an input method offers
+        page.locator("#input").dispatch_event("keydown", composing)
+        page.wait_for_timeout(200)
+        expect(page.locator("#status")).to_have_text("Writing.")
         page.keyboard.press("Escape")
     else:
         page.get_by_role("button", name="Stop").click()
