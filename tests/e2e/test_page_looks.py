@@ -1,5 +1,6 @@
 """How the playground page looks, who can use it, and what it says when it is broken."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -82,7 +83,8 @@ def test_looks_and_access(browser: Browser, server: Served, model: str, scheme: 
         page.get_by_role("radio", name="Side by side").check(force=True)
         page.locator("#send").click()
         expect(page.locator("#history tbody tr")).to_have_count(2)
-        for width, way in ((360, "Deadline"), (768, "Steps"), (1280, "Deadline"), (1920, "Steps")):
+        widths = (320, 360, 768, 1280, 1920)
+        for width, way in zip(widths, itertools.cycle(("Steps", "Deadline")), strict=False):
             page.get_by_role("radio", name=way).check(force=True)
             page.set_viewport_size(viewport(width))
             page.evaluate(DRAWN)
