@@ -10,6 +10,7 @@ const search = document.getElementById("search");
 const contents = document.getElementById("contents");
 const found = document.getElementById("found");
 const key = document.getElementById("api-key");
+const latest = new WeakMap(); // of each form: what was sent last, whose answer is shown
 
 /** Shows what holds every word of the search. */
 function filter() {
@@ -61,6 +62,8 @@ async function send(form) {
     options.headers["content-type"] = "application/json";
     options.body = body.value;
   }
+  latest.set(form, options);
+  const isLatest = () => latest.get(form) === options;
   status.textContent = "Sent.";
   shown.hidden = true;
   const startMs = performance.now();
@@ -68,12 +71,13 @@ async function send(form) {
     // From the place alone: the address of the page may hold a key too, with which nothing is sent.
     const answer = await fetch(new URL(path, location.origin + location.pathname), options);
     const text = await answer.text();
+    if (!isLatest()) return;
     status.textContent = `HTTP ${answer.status} after ${Math.round(performance.now() - startMs)} ms.`;
     shown.textContent = readable(text, answer.headers.get("content-type") ?? "");
     shown.hidden = !text;
   } catch (failure) {
     if (!(failure instanceof TypeError)) throw failure;
-    status.textContent = "The server does not answer.";
+    if (isLatest()) status.textContent = "The server does not answer.";
   }
 }
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.e2e.browser import Complaints, Served, audit, opened, served
 from tests.fixtures.tiny_folders import classify_bundle
@@ -120,6 +120,26 @@ def test_a_route_can_be_tried(page: Page) -> None:
     ladder.get_by_role("textbox", name="name").fill(answer["model"])
     ladder.get_by_role("button", name="Send").click()
     expect(ladder.locator("form pre")).to_contain_text('"rungs"')
+
+
+def test_an_answer_that_comes_late_does_not_replace_a_newer_one(page: Page) -> None:
+    held: list[Route] = []
+
+    def answer(route: Route) -> None:
+        if held:
+            route.fulfill(json="newer")
+        held.append(route)
+
+    page.route("**/v1/classify", answer)
+    entry = page.locator("#post-v1-classify")
+    entry.locator("summary", has_text="Try it").click()
+    for _ in range(2):
+        entry.get_by_role("button", name="Send").click()
+    expect(entry.locator("form pre")).to_have_text('"newer"')
+    with page.expect_response("**/v1/classify"):
+        held[0].fulfill(json="older")
+    page.wait_for_timeout(200)
+    expect(entry.locator("form pre")).to_have_text('"newer"')
 
 
 def test_an_example_can_be_chosen(page: Page) -> None:
