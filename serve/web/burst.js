@@ -47,6 +47,7 @@ export function createBurst(now, onEnd) {
   async function send() {
     if (running) return;
     const { form, ladder } = now();
+    const { body } = form.request({}); // of both bursts, whatever is typed meanwhile
     if (!form.hasInput()) {
       status.textContent = "It needs an input above.";
       return;
@@ -57,17 +58,19 @@ export function createBurst(now, onEnd) {
     table.replaceChildren();
     try {
       status.textContent = `At ${format.stepsWord(ladder.full_steps)} …`;
-      let fixed = await burst({ steps: ladder.full_steps }, signal);
-      while (inputsEach() > 1 && fixed.every(({ failure }) => TOO_MUCH.includes(failure?.status))) {
-        most = Math.floor(inputsEach() / 2);
+      let inputs = inputsEach();
+      let fixed = await burst({ ...body, steps: ladder.full_steps }, inputs, signal);
+      while (inputs > 1 && fixed.every(({ failure }) => TOO_MUCH.includes(failure?.status))) {
+        most = Math.floor(inputs / 2);
         describe();
-        fixed = await burst({ steps: ladder.full_steps }, signal);
+        inputs = inputsEach();
+        fixed = await burst({ ...body, steps: ladder.full_steps }, inputs, signal);
       }
       const slowestMs = Math.max(...fixed.map(({ ms }) => ms ?? 0));
       if (!slowestMs) throw fixed[0].failure;
       const deadlineMs = Math.max(1, Number((slowestMs * DEADLINE_SHARE).toPrecision(2)));
       status.textContent = `With a deadline of ${format.duration(deadlineMs)} …`;
-      const chosen = await burst({ deadline_ms: deadlineMs }, signal);
+      const chosen = await burst({ ...body, deadline_ms: deadlineMs }, inputs, signal);
       show([[`All ${format.stepsWord(ladder.full_steps)}`, fixed], ["The server chooses", chosen]], deadlineMs);
     } catch (failure) {
       if (failure.name === "AbortError") return;
@@ -81,10 +84,8 @@ export function createBurst(now, onEnd) {
   }
 
   /** All requests of one burst at once: {inputs, ms, budgets} of each, or {inputs, failure}. */
-  function burst(budget, signal) {
-    const { form, model } = now();
-    const { body } = form.request(budget);
-    const inputs = inputsEach();
+  function burst(body, inputs, signal) {
+    const { model } = now();
     const bodies = writes(model) ? { ...body, stream: false, max_tokens: TOKENS } : { ...body, input: Array(inputs).fill(body.input) };
     return Promise.all(Array.from({ length: REQUESTS }, async () => {
       try {
