@@ -87,7 +87,7 @@ def opened(browser: Browser, url: str, **context: Any) -> Iterator[tuple[Page, C
 
 
 def audit(page: Page) -> dict[str, list[str]]:
-    """Faults by kind: `contrast` below 4.5, controls with no `name`, `overflow` to the side."""
+    """Faults by kind: low `contrast`, controls with no `name`, `overflow` to the side."""
     faults: dict[str, list[str]] = page.evaluate(AUDIT)
     return faults
 

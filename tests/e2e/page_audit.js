@@ -3,6 +3,8 @@
 // One expression, so that it runs under a content policy that forbids eval. Knows no page.
 () => {
   const LEAST_CONTRAST = 4.5;
+  const LEAST_EDGE_CONTRAST = 3; // of what shows where a field is
+  const FIELDS = "input[type=number], input[type=password], input[type=search], textarea, select";
   const COLOUR = /(?:rgba?|color|oklab|oklch)\([^()]*\)/g;
 
   const shown = (node) => node.checkVisibility({ opacityProperty: true, visibilityProperty: true });
@@ -40,7 +42,7 @@
   while (walker.nextNode()) {
     if (walker.currentNode.data.trim()) texts.add(walker.currentNode.parentElement);
   }
-  for (const field of document.querySelectorAll("input[type=number], input[type=password], textarea, select")) texts.add(field);
+  for (const field of document.querySelectorAll(FIELDS)) texts.add(field);
   const faint = [...texts].filter((node) => shown(node) && !unseen(node)).flatMap((node) => {
     const style = getComputedStyle(node);
     const ground = groundOf(node);
@@ -51,6 +53,12 @@
     const grounds = [ground, ...shades.map((shade) => over(rgba(shade), ground))];
     const ratio = Math.min(...inks.flatMap((ink) => grounds.map((one) => contrast(over(rgba(ink), one), one))));
     return ratio < LEAST_CONTRAST ? [`${ratio.toFixed(2)} ${describe(node)}`] : [];
+  });
+
+  const edgeless = [...document.querySelectorAll(FIELDS)].filter((node) => shown(node) && !unseen(node)).flatMap((node) => {
+    const ground = groundOf(node.parentElement);
+    const ratio = contrast(rgba(getComputedStyle(node).borderTopColor).channels, ground);
+    return ratio < LEAST_EDGE_CONTRAST ? [`edge ${ratio.toFixed(2)} ${describe(node)}`] : [];
   });
 
   const nameOf = (node) => {
@@ -72,7 +80,7 @@
     return node.scrollWidth > node.clientWidth + 1;
   });
   return {
-    contrast: faint,
+    contrast: [...faint, ...edgeless],
     name: nameless.map(describe),
     overflow: [...(overflow > 0 ? [`${overflow} px wider than the window`] : []), ...cut.map((node) => `cut: ${describe(node)}`)],
     measured: [`${texts.size} texts`, `${controls.length} controls`],
