@@ -32,7 +32,7 @@ export const address = (path) => new URL(path, location.origin + location.pathna
 
 function retryHint(headers) {
   const waitMs = Number(headers.get("retry-after-ms")) || 1000 * Number(headers.get("retry-after"));
-  return waitMs > 0 ? ` It asks to try again in ${(waitMs / 1000).toFixed(1)} s.` : "";
+  return waitMs > 0 ? ` It asks to try again in ${(Math.ceil(waitMs / 100) / 10).toFixed(1)} s.` : "";
 }
 
 async function failureOf(response) {

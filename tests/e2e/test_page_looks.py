@@ -284,6 +284,11 @@ def test_a_refused_request_is_told_in_plain_words(browser: Browser, server: Serv
         page.get_by_role("button", name="Generate").click()
         expect(page.locator(".pane").first).to_contain_text("Ended by")
         expect(failure).to_be_hidden()
+        soon = {"retry-after": "1", "retry-after-ms": "20"}
+        page.route("**/v1/generate", lambda route: route.fulfill(status=429, headers=soon))
+        page.get_by_role("button", name="Generate").click()
+        expect(failure).to_contain_text("The server is full")
+        expect(failure).to_contain_text("try again in 0.1 s")
 
 
 def test_a_server_without_models_says_how_to_start_one(browser: Browser, server: Served) -> None:
