@@ -12,6 +12,7 @@ export function createPicture(changed) {
   const [canvas, file, zone] = [element("canvas"), element("file"), element("picture")];
   const pen = canvas.getContext("2d");
   let [stroke, drawn] = [null, false];
+  let newest = 0; // what was asked for last: a picture that is slow to read must not come over it
 
   function load({ height, width }) {
     const scale = Math.max(1, Math.ceil(DRAWN_SIDE / Math.max(height, width)));
@@ -26,6 +27,7 @@ export function createPicture(changed) {
   }
 
   function wipe() {
+    newest += 1;
     blacken();
     file.value = "";
     drawn = false;
@@ -54,7 +56,10 @@ export function createPicture(changed) {
   }
 
   async function show(blob) {
+    newest += 1;
+    const mine = newest;
     const bitmap = await createImageBitmap(blob).catch(() => null);
+    if (mine !== newest) return;
     say(bitmap ? "" : NO_IMAGE);
     if (!bitmap) {
       element("status").textContent = NO_IMAGE;
@@ -69,10 +74,12 @@ export function createPicture(changed) {
 
   /** A picture of a link; one that cannot be read leaves the canvas as it is. */
   async function restore(dataUrl) {
+    newest += 1;
+    const mine = newest;
     const image = new Image();
     image.src = dataUrl;
     await image.decode().catch(() => null);
-    if (!image.naturalWidth) return;
+    if (!image.naturalWidth || mine !== newest) return;
     blacken();
     pen.drawImage(image, 0, 0, canvas.width, canvas.height);
     drawn = true;

@@ -120,7 +120,20 @@ def test_a_picture_takes_the_place_of_another_and_of_its_fault(page: Page) -> No
         "canvas => canvas.getContext('2d').getImageData(0, 0, 1, 1).data[0] === 0",
         arg=canvas.element_handle(),
     )
+    # One that takes long to read, and is chosen away meanwhile.
+    page.evaluate("""() => {
+        const read = window.createImageBitmap;
+        window.createImageBitmap = async blob => {
+            window.createImageBitmap = read;
+            await new Promise(later => { window.later = later; });
+            return read(blob);
+        };
+    }""")
+    choose(picture("white"))
     choose(b"text")
+    expect(page.locator("#picture-help")).to_contain_text("no image")
+    page.evaluate("() => window.later()")
+    page.wait_for_timeout(200)
     expect(page.locator("#picture-help")).to_contain_text("no image")
     page.get_by_role("button", name="Invert").click()
     expect(page.locator("#picture-help")).not_to_contain_text("no image")
