@@ -165,7 +165,7 @@ function state() {
 /** A link for others holds the seed that was drawn, so that they get the same text. */
 async function copyLink() {
   const kept = state();
-  if (writes(model)) kept.seed ||= runs.seed();
+  if (writes(model)) kept.seed ||= runs.seed() ?? "";
   const url = api.address(toFragment(kept));
   window.history.replaceState(null, "", toFragment(kept));
   clearTimeout(addressTimer);

@@ -168,6 +168,10 @@ def test_a_link_keeps_what_was_left_empty(browser: Browser, page: Page) -> None:
         for name in ("Tokens", "Temperature"):
             expect(other.get_by_role("spinbutton", name=name)).to_have_value("")
         expect(other.get_by_role("textbox", name="Prompt", exact=True)).to_have_value("")
+        other.get_by_role("spinbutton", name="Seed").fill("5")
+        expect(other).to_have_url(re.compile("seed=5"))
+        other.goto(page.evaluate("() => navigator.clipboard.readText()"))
+        expect(other.get_by_role("spinbutton", name="Seed")).to_have_value("")
 
 
 def test_a_link_holds_a_drawing(browser: Browser, page: Page) -> None:
