@@ -17,7 +17,7 @@ export function createPane(name, head) {
   const title = make("h3", {}, head ?? make("span", { text: name }));
   const pips = make("span", { className: "pips", ariaHidden: "true" });
   const why = make("p", { className: "why" });
-  const text = make("div", { className: "text", tabIndex: 0, role: "region", ariaLabel: `${name}: text` });
+  const text = make("div", { className: "text", dir: "auto", tabIndex: 0, role: "region", ariaLabel: `${name}: text` });
   const scores = make("ul", { className: "scores", ariaLabel: `${name}: scores` });
   const grid = createGrid(name);
   const timing = make("dl", { className: "timing" });

@@ -240,6 +240,14 @@ def test_all_of_it_works_by_keyboard_alone(page: Page) -> None:
     expect(page.get_by_role("slider", name="Deadline")).to_be_visible()
 
 
+def test_text_that_runs_to_the_left_begins_at_the_right(page: Page) -> None:
+    pick(page, "writer")
+    for text, direction in (("\u05e9\u05dc\u05d5\u05dd.", "rtl"), ("To be.", "ltr")):
+        page.locator("#input").fill(text)
+        expect(page.locator("#input")).to_have_css("direction", direction)
+    expect(page.locator(".text").first).to_have_attribute("dir", "auto")
+
+
 @pytest.mark.parametrize(
     "fault",
     [
