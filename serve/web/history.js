@@ -12,10 +12,10 @@ export function createHistory(holder) {
 
   const of = (model) => entries.get(model) ?? [];
 
-  const add = (model, entry) => entries.set(model, [entry, ...of(model)]);
+  const add = (model, entry) => entries.set(model, [entry, ...of(model)].slice(0, SHOWN));
 
   function draw(model, task, metric) {
-    const rows = of(model).slice(0, SHOWN);
+    const rows = of(model);
     if (!rows.length) {
       holder.replaceChildren(make("p", { className: "empty", text: "Send the same input at two settings of the dial: the difference shows here." }));
       return;

@@ -316,6 +316,16 @@ def test_every_step_count_is_sent_in_turn(page: Page, server: Served) -> None:
     expect(page.locator("#history")).to_be_focused()
 
 
+def test_the_table_keeps_no_more_than_it_shows(page: Page) -> None:
+    kept = page.evaluate("""async () => {
+        const { createHistory } = await import("/static/history.js");
+        const table = createHistory(document.createElement("div"));
+        for (let i = 0; i < 100; i += 1) table.add("model", { steps: i });
+        return table.size("model");
+    }""")
+    assert kept == 8
+
+
 def test_a_ladder_without_latency_is_drawn_by_work(page: Page) -> None:
     pick(page, "unmeasured")
     page.route("**/ladder", lambda route: route.abort())  # its first call makes it known
