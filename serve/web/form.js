@@ -22,8 +22,9 @@ const numberIn = (id) => {
   return value === "" ? undefined : Number(value);
 };
 
-/** How many calls of the model an answer takes at most. */
-export const callsOf = (model) => (writes(model) ? Math.max(1, numberIn("max-tokens") ?? USUAL_TOKENS) : 1);
+/** How many calls of the model an answer takes at most. A translation ends at the model's own limit too. */
+export const callsOf = (model) =>
+  (writes(model) ? Math.max(1, Math.min(numberIn("max-tokens") ?? USUAL_TOKENS, model.target_max_tokens ?? Infinity)) : 1);
 
 /** `onExample` runs when the reader takes one. */
 export function createForm(picture, onExample) {

@@ -180,6 +180,11 @@ def test_a_text_is_translated_greedily_and_by_beams(page: Page) -> None:
     page.get_by_role("button", name="Translate").click()
     told = page.locator("#status")
     expect(told).to_contain_text(re.compile("^(The texts differ|Both texts are the same)"))
+    page.get_by_role("radio", name="Deadline").check(force=True)
+    page.get_by_role("slider", name="Deadline").press("End")
+    limit = translate_bundle().manifest.target_max_tokens
+    assert limit is not None and limit < 128  # what a text has at most where nothing is said
+    expect(page.locator("#trade")).to_contain_text(f"would have {limit} tokens ready")
     pick(page, "tiny-generate")
     expect(page.get_by_label("Beams")).to_be_hidden()
     expect(page.locator("#temperature")).to_have_value("0.8")
