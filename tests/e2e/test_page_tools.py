@@ -213,7 +213,8 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
         assert (faults["contrast"], faults["name"], faults["overflow"]) == ([], [], [])
         field.fill("sd-k\u2011ey")  # as mail programs write it
         field.press("Enter")
-        expect(dialog).to_contain_text("No key has such a character")
+        expect(dialog.get_by_role("status")).to_contain_text("No key has such a character")
+        expect(field).to_have_accessible_description(re.compile("No key has such a character"))
         field.fill("not-the-key-of-this-server")
         field.press("Enter")
         expect(dialog).to_contain_text("does not know the API key")
