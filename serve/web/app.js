@@ -206,9 +206,13 @@ function ended() {
   live.soon();
 }
 
-/** Of what is shown only the predictions change: a link that waits to be copied stays. */
+/**
+ * Of what is shown only the predictions change: a link that waits to be copied stays. A model that
+ * was replaced by one of other step counts keeps its own here until the page is opened again.
+ */
 function renewed(newer) {
-  if (newer.rungs.length !== ladder.rungs.length) return;
+  const steps = ({ rungs }) => String(rungs.map((rung) => rung.steps));
+  if (steps(newer) !== steps(ladder)) return;
   ladder = newer;
   dial.renew(ladder);
   plot();

@@ -254,6 +254,26 @@ def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) ->
     expect(mark).to_have_attribute("aria-label", re.compile("1 step: .*, 2.50 ms, measured "))
 
 
+def test_step_counts_of_another_model_do_not_slip_under_the_dial(page: Page) -> None:
+    pick(page, "writer")
+    count = page.locator("#count")
+    expect(count).to_have_text("4")
+
+    def replaced(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        body["rungs"][-1]["steps"] = 8
+        route.fulfill(response=answer, json=body)
+
+    page.route("**/ladder", replaced)
+    with page.expect_response("**/ladder"):
+        turn(page, "Deadline")
+    page.wait_for_timeout(200)
+    turn(page, "Steps")
+    expect(count).to_have_text("4")
+    expect(page.locator("#scale .on b")).to_have_text("4")
+
+
 def test_the_first_deadline_lies_on_the_scale_of_what_is_asked(page: Page) -> None:
     pick(page, "critic")
     page.route("**/ladder", lambda route: predictions(route, 1))
