@@ -6,7 +6,7 @@ import * as key from "./key.js";
 const TITLES = {
   400: "The server could not read the request",
   401: "The server wants an API key",
-  403: "This key may not do that",
+  403: "The server does not allow this",
   404: "The server does not have this model",
   408: "The request took too long to arrive",
   413: "The input is too large for this server",

@@ -297,6 +297,10 @@ def test_a_refused_request_is_told_in_plain_words(browser: Browser, server: Serv
         page.get_by_role("button", name="Generate").click()
         expect(failure).to_contain_text("The server is full")
         expect(failure).to_contain_text("try again in 0.1 s")
+        # Not all that is forbidden is forbidden to a key: so is a page under another host name.
+        page.route("**/v1/generate", lambda route: route.fulfill(status=403))
+        page.get_by_role("button", name="Generate").click()
+        expect(failure).to_contain_text("The server does not allow this")
 
 
 def test_a_server_without_models_says_how_to_start_one(browser: Browser, server: Served) -> None:
