@@ -581,9 +581,13 @@ class TextStream:
         return self._advance(text)
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens that come, at once."""
-        self._tokens += tokens
-        return self.flush()
+        """The text of all tokens of an answer, at once."""
+        known = self._codec.decode(self._tokens)
+        text = self._codec.decode([*self._tokens, *tokens])[len(known) :]
+        if _REPLACEMENT not in text:
+            return text
+        # Some decoders take back what they wrote if the bytes behind it make no character.
+        return "".join(map(self.push, tokens)) + self.flush()
 
     def flush(self) -> str:
         """What is left, complete or not."""

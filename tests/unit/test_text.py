@@ -162,6 +162,21 @@ def test_a_character_that_a_prompt_begins_is_of_the_answer() -> None:
     assert check_written(BPE, [first], [second]) == "\ufffd"
 
 
+def test_bytes_that_make_no_character_change_nothing_before_them(tmp_path: Path) -> None:
+    tokenizer = sentence_pieces()
+    content = json.loads(tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    content["model"]["byte_fallback"] = True
+    content["decoder"]["decoders"].insert(1, {"type": "ByteFallback"})
+    llama = codec_with(Tokenizer.from_str(json.dumps(content)), tmp_path)
+    prompt, on = llama.encode_prompt("the cat"), llama.encode_prompt("on")
+    begun, valid = vocab["<0xE2>"], [vocab["<0xC3>"], vocab["<0xA9>"]]
+    assert check_written(llama, prompt, [*valid, *on]) == "é on"
+    assert check_written(llama, prompt, [*valid, begun, *on]).startswith("é\ufffd")
+    assert check_written(llama, prompt, [*on, *valid, begun]).startswith(" oné\ufffd")
+
+
 def test_ends_of_lines_of_a_vocabulary_of_words(tmp_path: Path) -> None:
     text = "the cat\nsat\n\non the\n"
     tokenizer = train_tokenizer([text], "words", 20)
