@@ -205,6 +205,13 @@ def test_cutting_keeps_both_ends(
     assert cut(np.array(ids, np.int32), window, head, tail).tolist() == kept
 
 
+def test_the_name_of_padding_in_a_text_is_an_unknown_word() -> None:
+    tokenizer = train_tokenizer(["a <pad> b <pad> <unk> c"], "words", 100)
+    assert sorted(tokenizer.get_vocab().values()) == [*range(5)]
+    assert tokenizer.token_to_id("<pad>") == 0
+    assert tokenizer.encode("<pad> a").ids == [1, tokenizer.token_to_id("a")]
+
+
 def test_texts_are_encoded_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["to be", "", "or not to be", "that"] * 3
     tokenizer = train_tokenizer(texts, "chars")

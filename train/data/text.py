@@ -122,7 +122,8 @@ def _words(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     seen: Counter[str] = Counter()
     for text in texts:
         seen.update(text.replace("\n", f" {LINE_END} ").split())
-    seen.pop(UNKNOWN, None)
+    for mark in (PAD, UNKNOWN):  # tokens already
+        seen.pop(mark, None)
     words = [word for word, _ in seen.most_common(vocabulary - 2)]
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
