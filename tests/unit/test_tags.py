@@ -116,6 +116,9 @@ def test_a_word_may_have_no_label_but_a_label_has_its_word(tmp_path: Path) -> No
     path.write_text('{"words": ["a", "b", "c", 4], "tags": ["X", null, "Y", NaN]}')
     [row] = read_tags(recipe_of(tmp_path).data, "train.jsonl")
     assert row == (["a", "b", "c", "4"], ["X", None, "Y", None])
+    path.write_text('{"words": ["a", "b", "c"], "tags": ["X", "", " X "]}')
+    [row] = read_tags(recipe_of(tmp_path).data, "train.jsonl")
+    assert row == (["a", "b", "c"], ["X", None, "X"])
     for words, tags, said in (
         ('["a", null]', '["X", "Y"]', "a word is null"),
         ('["a", ["b"]]', '["X", "Y"]', "a word is a list"),

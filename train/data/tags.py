@@ -94,8 +94,13 @@ def _from_json(line: str, config: DataConfig, where: str) -> Tagged:
         raise DataError(f"{where}: a word is null; give it a text or remove it with its label")
     return Tagged(
         [plain_text(word, f"{where}: a word") for word in words],
-        [None if is_missing(label) else plain_text(label, f"{where}: a label") for label in labels],
+        [_label(label, f"{where}: a label") for label in labels],
     )
+
+
+def _label(value: object, what: str) -> str | None:
+    """A label as in tables of texts: without spaces around it, and none where nothing is left."""
+    return None if is_missing(value) else plain_text(value, what).strip() or None
 
 
 def _from_conll(
