@@ -150,6 +150,8 @@ def test_faults_of_files_name_the_line(tmp_path: Path) -> None:
     (tmp_path / "train.conll").write_text("a O\nb\n")
     with pytest.raises(DataError, match="line 2: 1 columns"):
         open_dataset(recipe_of(tmp_path, "data.train=train.conll", "data.label=1"))
+    with pytest.raises(DataError, match="line 2: 1 columns"):  # the last column is its own
+        open_dataset(recipe_of(tmp_path, "data.train=train.conll"))
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     with pytest.raises(DataError, match='line 1: expected an object with the lists "words"'):
         open_dataset(recipe_of(tmp_path))

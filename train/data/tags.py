@@ -118,14 +118,16 @@ def _from_conll(
             continue
         comment = not words and line.split()[:1] == ["#"]  # within a text, # is a word like others
         if cells and cells[0] != "-DOCSTART-" and not comment:
-            try:
-                words.append(cells[int(at)])
-                labels.append(cells[int(label_at)])
-            except IndexError:
+            word, label = int(at), int(label_at)
+            label += len(cells) if label < 0 else 0
+            # A word alone would be its own label.
+            if word == label or word >= len(cells) or not 0 <= label < len(cells):
                 raise DataError(
                     f"{where}, line {number}: {len(cells)} columns, but the word is expected in "
                     f"column {at} and its label in {label_at}: set data.text and data.label"
-                ) from None
+                )
+            words.append(cells[word])
+            labels.append(cells[label])
         elif words:
             yield Tagged(words, labels)
             words, labels = [], []
