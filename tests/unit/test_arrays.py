@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from serve.inputs.rows import unit_cloud
 from train.data.arrays import ImageDataset, PointDataset, read_array, shifted, unit_sphere
 from train.data.batch import Batch
 from train.data.tables import divide
@@ -148,6 +149,14 @@ def test_a_cloud_far_from_the_origin_keeps_its_form() -> None:
     far = near + np.array([691_000.0, 5_334_000.0, 500.0])
     np.testing.assert_allclose(unit_sphere(far), unit_sphere(near), atol=1e-6)
     assert unit_sphere(far).dtype == np.float32
+
+
+def test_equal_points_are_all_in_the_middle_as_the_server_puts_them() -> None:
+    spread = np.random.default_rng(3).normal(size=(7, 3))
+    clouds = np.stack([np.full((7, 3), 0.1), spread]).astype(np.float32)
+    assert (unit_sphere(clouds)[0] == 0).all()
+    for cloud, found in zip(clouds, unit_sphere(clouds), strict=True):
+        np.testing.assert_allclose(found, unit_cloud(cloud.astype(np.float64)), atol=1e-6)
 
 
 def test_points_are_drawn_anew_for_each_cloud_in_training_only(tmp_path: Path) -> None:

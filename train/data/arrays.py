@@ -321,9 +321,11 @@ def unit_sphere(clouds: np.ndarray) -> np.ndarray:
     """Each cloud (B, P, dimensions) centred on its mean, its farthest point at distance 1."""
     # In float64, if the file has it: coordinates of a map are large, and differ by little.
     clouds = clouds.astype(np.promote_types(clouds.dtype, np.float32))
+    one_place = (clouds == clouds[:, :1]).all((1, 2))
     clouds = clouds - clouds.mean(1, keepdims=True)
+    clouds[one_place] = 0  # rounding can make the mean of equal numbers differ from them
     farthest = np.linalg.norm(clouds, axis=2).max(1)  # (B,)
-    farthest[farthest == 0] = 1.0  # all points in one place
+    farthest[farthest == 0] = 1.0
     scaled: np.ndarray = (clouds / farthest[:, None, None]).astype(np.float32)
     return scaled
 
