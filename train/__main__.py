@@ -279,7 +279,7 @@ def _train(arguments: argparse.Namespace) -> int:
             "and for tables optim.epochs"
         )
     if arguments.teacher:
-        overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
+        overrides.append(f"teacher.run={_quoted(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)
     if recipe.data.kind not in ("table", "tags") and (arguments.text or arguments.label):
         raise RecipeError(
@@ -341,12 +341,17 @@ def _columns(arguments: argparse.Namespace) -> list[str]:
     """What flags say of a table, as overrides."""
     found = []
     if arguments.text:
-        found.append(f"data.text={json.dumps(arguments.text)}")
+        found.append(f"data.text={_quoted(arguments.text)}")
     if arguments.label:
-        found.append(f"data.label={json.dumps(arguments.label)}")
+        found.append(f"data.label={_quoted(arguments.label)}")
     if arguments.class_weights:
-        found.append(f"optim.class_weights={json.dumps(arguments.class_weights)}")
+        found.append(f"optim.class_weights={_quoted(arguments.class_weights)}")
     return found
+
+
+def _quoted(value: str | list[str]) -> str:
+    """As TOML writes it: without the pairs of escapes that JSON has for rarer characters."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _epochs(arguments: argparse.Namespace, request: "Conversion") -> "Conversion":

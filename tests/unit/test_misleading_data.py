@@ -267,6 +267,14 @@ def test_a_column_and_a_class_may_be_numbers() -> None:
     assert recipe.data.values == ("3", "4")
 
 
+def test_a_column_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.csv").write_text('😀 "text",𠀋\na,x\nb,x\n', encoding="utf-8")
+    words = ["train", "classifier", "--data", str(tmp_path / "own.csv")]
+    columns = ["--text", '😀 "text"', "--label", "𠀋"]
+    assert main([*words, *columns, "--out", str(tmp_path / "run")]) == 2
+    assert "every row has the label 'x'" in capsys.readouterr().err  # it was read
+
+
 def test_a_training_that_is_refused_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
