@@ -15,7 +15,7 @@ import signal
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -499,14 +499,15 @@ class _Writer:
         self, target: IO[str], separator: str, header: list[str], added: tuple[str, ...]
     ) -> None:
         self._target, self._separator, self._added = target, separator, added[0]
-        self._csv = csv.writer(target, delimiter=separator or ",", lineterminator="\n")
+        writer = partial(csv.writer, target, delimiter=separator or ",", lineterminator="\n")
+        self._plain, self._quoted = writer(), writer(quoting=csv.QUOTE_ALL)
         self._header = list(dict.fromkeys((*header, *added))) if header else []
         self.count = self.empty = self.cut = 0
 
     def all(self, rows: Iterator[tuple[dict[str, Any], bool]]) -> None:
         for row, truncated in rows:
             if self._header and not self.count:  # not before there is an answer
-                self._csv.writerow(self._header)
+                self._write(self._header)
             self.count += 1
             self.cut += truncated
             self.empty += row[self._added] is None
@@ -518,4 +519,9 @@ class _Writer:
                 continue
             if isinstance(row[self._added], list):
                 row[self._added] = " ".join(label or "-" for label in row[self._added])
-            self._csv.writerow(row.values())
+            self._write(row.values())
+
+    def _write(self, cells: Iterable[object]) -> None:
+        # Python before 3.13 writes a carriage return without quotes, as the end of a line.
+        ends = any("\r" in str(cell) for cell in cells)
+        (self._quoted if ends else self._plain).writerow(cells)

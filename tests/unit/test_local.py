@@ -485,6 +485,18 @@ def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_ends_of_lines_within_a_cell_stay_there(tmp_path: Path, end: str) -> None:
+    rows = [["text", f"a{end}b"], [f"Shares fell{end}on Monday", '"1"']]
+    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    with source.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+    words = ["predict", str(ZOO / "topics"), "--input", str(source), "--output", str(out)]
+    assert main([*words, "--steps", "1"]) == 0
+    with out.open(newline="", encoding="utf-8") as file:
+        assert [row[:2] for row in csv.reader(file)] == rows
+
+
 def test_a_table_with_semicolons_is_labelled_with_semicolons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
