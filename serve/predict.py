@@ -247,9 +247,11 @@ class _Text(NamedTuple):
 def _label_of_each(text: _Text, tokens: "list[TokenLabel]") -> list[str | None]:
     """The label at the beginning of each word; None of one that is empty or was cut off."""
     labels = {token["start"]: token["label"] for token in tokens}
+    if not text.listed:  # ends of lines separate words too
+        return [labels.get(word.start()) for word in re.finditer(r"\S+", text.joined)]
     starts = itertools.accumulate((len(word) + 1 for word in text.words[:-1]), initial=0)
     placed = zip(starts, text.words, strict=True)
-    return [labels.get(start) if word else None for start, word in placed if word or text.listed]
+    return [labels.get(start) if word else None for start, word in placed]
 
 
 def _words(row: dict[str, Any], columns: list[str], where: str) -> _Text:

@@ -242,7 +242,8 @@ def test_each_word_of_a_list_has_a_label_or_none() -> None:
         for start, one in ((0, "A"), (3, "B"))
     ]
     assert _label_of_each(_Text(["a", "", "b"], listed=True), tokens) == ["A", None, "B"]
-    assert _label_of_each(_Text(["a", "", "b"], listed=False), tokens) == ["A", "B"]
+    for spaces in ("  ", "\n ", " \n", "\n\n", " \t"):
+        assert _label_of_each(_Text(f"a{spaces}b".split(" "), listed=False), tokens) == ["A", "B"]
 
 
 TABLES = {
