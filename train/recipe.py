@@ -363,6 +363,8 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         ),
         "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
         and data.head + data.tail <= model.window,
+        'data.head and tail need model.family "encoder": others read the first model.window '
+        "tokens of a text": model.family == "encoder" or not (data.head or data.tail),
         "data.languages must be two": len(data.languages) == 2,
         "data.shift must not be negative": data.shift >= 0,
     }

@@ -145,6 +145,12 @@ def test_tokens_are_hidden_from_classifiers_of_text_only(name: str) -> None:
         load_recipe(name, ["optim.token_dropout=0.1"])
 
 
+def test_both_ends_of_a_text_are_kept_for_one_label_a_text_only() -> None:
+    assert load_recipe("classifier", ["data.head=4", "data.tail=4"]).data.tail == 4
+    with pytest.raises(RecipeError, match=re.escape("data.head and tail need")):
+        load_recipe("tagger", ["data.tail=4"])  # its data is cut to the first tokens
+
+
 def test_pairs_are_read_by_byte_pairs_only() -> None:
     with pytest.raises(RecipeError, match=r'data\.tokenizer must be "bpe" for pairs'):
         load_recipe("multi30k", ["data.tokenizer=chars"])
