@@ -159,7 +159,7 @@ class StepsConfig:
     full_probability: float = 0.5
     grow: float = 0.5  # share of the training cost spent at one step first; not with `fixed`
     # In place of `grow`: shares of the iterations in which no more than the first, the second, ...
-    # of `short` and `full` steps are taken.
+    # of `short` and `full` steps are taken; with `tail`, counts about it.
     stages: tuple[float, ...] = ()
     # time: counts at which the answer of one trajectory is read and trained, on the way to the
     # count of the batch, and the weights of those and of `full`. Without weights the last one has
