@@ -418,7 +418,7 @@ def _separated(
 ) -> tuple[Iterator[str], str]:
     """The lines of a table, and what separates its columns: see docs/own-data.md."""
     first = next(lines, "")
-    if separator == "," and ";" in first:
+    if separator == "," and ";" in first and len(first) <= LONGEST_CELL:
         at_commas, at_semicolons = (
             {name.strip() for name in next(csv.reader([first], delimiter=one), [])} for one in ",;"
         )
@@ -459,7 +459,7 @@ def _objects(source: Iterator[str], name: str) -> Iterator[_Row]:
         where = f"{name}, line {number}"
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of a number of many digits too
             raise ValueError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected one object a line")

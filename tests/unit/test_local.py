@@ -23,7 +23,7 @@ import serve
 from serve.api.body import TokenLabel
 from serve.errors import ImpossibleBudget, InvalidField, ServeError, Unprocessable
 from serve.local import LocalModel
-from serve.predict import _label_of_each, _Text, _words
+from serve.predict import LONGEST_CELL, _label_of_each, _Text, _words
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -549,6 +549,19 @@ def test_an_older_output_is_kept_if_prediction_fails(
     assert said in capsys.readouterr().err
     assert out.read_text() == "dear\n"
     assert {path.name for path in tmp_path.iterdir()} == {source.name, out.name}
+
+
+def test_a_cell_or_a_number_that_is_too_long_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content, said in (
+        ("in.csv", "a" * LONGEST_CELL + ";b\n", "line 1: field larger than field limit"),
+        ("in.jsonl", '{"text": 1' + "0" * 5000 + "}\n", "line 1: not valid JSON: "),
+    ):
+        (tmp_path / name).write_text(content)
+        words = ["predict", str(ZOO / "topics"), "--input", str(tmp_path / name)]
+        assert main([*words, "--text", "text"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def predicted(table: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

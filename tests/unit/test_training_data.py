@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from train.data import generators, open_dataset
 from train.data import text as tokens
 from train.data.labelled import LabelledDataset
-from train.data.tables import DataError, Shuffle, read_table
+from train.data.tables import LONGEST_CELL, DataError, Shuffle, read_table
 from train.data.text import TextDataset, cut, ids_of, train_tokenizer, windows_in_order
 from train.recipe import DataConfig, load_recipe
 
@@ -98,6 +98,12 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "a", "label": 1}\nnot json\n')
     with pytest.raises(DataError, match=r"t\.jsonl, line 2: not valid JSON"):
         read_table(table(str(tmp_path)), "t.jsonl")
+    (tmp_path / "t.jsonl").write_text('{"text": 1%s, "label": 1}' % ("0" * 5000))
+    with pytest.raises(DataError, match=r"t\.jsonl, line 1: not valid JSON"):
+        read_table(table(str(tmp_path)), "t.jsonl")
+    (tmp_path / "t.csv").write_text("a" * LONGEST_CELL + ";b\n")
+    with pytest.raises(DataError, match="line 1: field larger than field limit"):
+        read_table(table(str(tmp_path)), "t.csv")
     (tmp_path / "t.jsonl").write_text('{"words": "a", "label": 1}\n')
     with pytest.raises(DataError, match=r"line 1: no column text; there are words, label"):
         read_table(table(str(tmp_path)), "t.jsonl")

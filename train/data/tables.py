@@ -163,7 +163,7 @@ def _separated(
     header has the columns: spreadsheets save it so where a comma is for decimals.
     """
     first = next(lines, "")
-    if separator == "," and ";" in first:
+    if separator == "," and ";" in first and len(first) <= LONGEST_CELL:
         at_commas, at_semicolons = (_names(first, one) for one in ",;")
         found = bool(columns) and at_semicolons.issuperset(columns)
         if "," not in first or (found and not at_commas.issuperset(columns)):
@@ -193,7 +193,7 @@ def _cells(reader: Any, path: Path) -> Iterator[list[str]]:
 def _json_line(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of a number of many digits too
         raise DataError(
             f"{where}: not valid JSON: {error}; write one object a line, as .jsonl has it"
         ) from None
