@@ -740,7 +740,7 @@ def _key_meant(prefix: str, key: str, names: Collection[str]) -> str:
 def _coerce(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if origin is Literal:
-        if value not in typing.get_args(hint):
+        if value not in typing.get_args(hint) or isinstance(value, float):  # 6.0 is no 6
             options = ", ".join(map(str, typing.get_args(hint)))
             raise RecipeError(f"{where} must be one of {options}, not {value!r}")
         return value

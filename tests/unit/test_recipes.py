@@ -94,6 +94,7 @@ def test_overrides_reach_every_type(small: str) -> None:
         ("run.threads=-1", "run.threads must be from 1 to 1024"),
         ("run.threads=99999", "run.threads must be from 1 to 1024"),
         ("optim.lr=inf", "optim.lr must be a finite number"),
+        ("data.side=6.0", "data.side must be one of 6, 9, not 6.0"),
         ("data.std=[nan]", "data.std must be a finite number"),
         ("steps.short=1,2", "steps.short must be a list like"),
     ],
