@@ -426,12 +426,11 @@ class Decoding:
         """The next call: a whole token for one lane, or parts of several."""
         if len(lanes) == 1 and lanes[0].calls == 0:
             return [lanes[0].token()]
-        if self.most_lanes == 1:
-            first = min(lanes, key=lambda lane: lane.due)
-            first.due += 1
-            return [first.token()]
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
+        if self.most_lanes == 1:
+            chosen[0].due += 1
+            return [chosen[0].token()]
         # Calls that it got because there was room do not count against a lane: none gets further
         # ahead than a token of the longest rung.
         latest = lanes[0].due + longest

@@ -164,6 +164,18 @@ def test_rungs_that_do_not_mix_take_turns_with_whole_tokens() -> None:
     assert Counter(call[0].lane.key for call in calls) == {ONE: 3, TWO: 3, FOUR: 3}
 
 
+def test_a_rung_that_comes_back_does_not_hold_up_those_that_do_not_mix_with_it() -> None:
+    s = engine(most_lanes=1)
+    started(s, generate("a", lane=ONE))
+    started(s, generate("b", lane=FOUR, tokens=100))
+    while s.rows(FOUR):
+        s.step()
+    for _ in range(3):
+        assert decoded_parts(s)[0].lane.key == ONE, "alone for a while"
+    started(s, generate("c", lane=FOUR))
+    assert Counter(decoded_parts(s)[0].lane.key for _ in range(10)) == {ONE: 5, FOUR: 5}
+
+
 def test_the_last_row_takes_the_place_of_one_that_leaves() -> None:
     s = engine()
     a, b, c, d = jobs = [generate(name) for name in "abcd"]
