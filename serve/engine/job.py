@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
 from serve.errors import ServeError
@@ -173,6 +173,9 @@ class Waiting(deque[Job]):
         return job
 
 
+_MOST_ENDED = 64  # deadlines of ended jobs that are kept, besides as many as there are jobs
+
+
 class Jobs:
     """The jobs that have not ended, and their deadlines. Call with the engine's lock held."""
 
@@ -180,7 +183,8 @@ class Jobs:
         self.queued = 0
         self.ended = False  # whether a job has ended since somebody last looked
         self._live: dict[int, Job] = {}  # by number, so oldest first
-        self._deadlines: list[tuple[float, int, Job]] = []  # a heap; may hold ended jobs
+        # A heap of deadlines and numbers, some of jobs that have ended.
+        self._deadlines: list[tuple[float, int]] = []
         self._arrivals = 0
 
     def __iter__(self) -> Iterator[Job]:
@@ -205,7 +209,10 @@ class Jobs:
         self._arrivals += 1
         self._live[job.number] = job
         if job.deadline is not None:
-            heappush(self._deadlines, (job.deadline.ends_s, job.number, job))
+            heappush(self._deadlines, (job.deadline.ends_s, job.number))
+            if len(self._deadlines) > _MOST_ENDED + 2 * len(self._live):
+                self._deadlines = [one for one in self._deadlines if one[1] in self._live]
+                heapify(self._deadlines)
         self.queued += 1
         queue.add(job)
 
@@ -236,8 +243,8 @@ class Jobs:
         """Jobs whose deadline has passed and that have not ended; each is returned once."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            job = heappop(self._deadlines)[2]
-            if job.state is not State.ENDED:
+            job = self._live.get(heappop(self._deadlines)[1])
+            if job is not None:
                 late.append(job)
         return late
 

@@ -1,11 +1,13 @@
 """What an engine plans: batches, turns, endings."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from serve.engine.classify import Batch
-from serve.engine.job import Job, LaneKey, Limits, State
+from serve.engine.job import Deadline, Job, LaneKey, Limits, State
 from serve.engine.loaded import Call
 from serve.errors import QueueFull
 from tests.stepped import SteppedEngine, classification, generation
@@ -112,6 +114,21 @@ def test_ending_a_job_takes_it_out_wherever_it_is() -> None:
     assert all(s.cancel(job) for job in (half, waiting, prompt))
     assert not any(s.cancel(job) for job in (half, waiting, prompt))
     assert s.step() is None and s.jobs() == [] and (s.queued, s.running) == (0, 0)
+
+
+def test_nothing_is_kept_of_requests_that_ended_long_before_their_deadline() -> None:
+    s = engine()
+    ended = []
+    for _ in range(300):
+        job = classify("a", 10, deadline=Deadline(s.now_s, 3600.0))
+        s.submit(job)
+        s.step()
+        ended.append(weakref.ref(job.work))
+    NAMES.clear()
+    del job
+    gc.collect()
+    assert s.jobs() == [] and not any(work() for work in ended)
+    assert len(s._jobs._deadlines) < 100
 
 
 def test_a_classification_ends_with_its_last_row() -> None:
