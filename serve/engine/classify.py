@@ -336,7 +336,7 @@ class ClassifyLane:
 
     def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of these rows on an idle server, including the way out."""
-        return self._costs.idle_s(steps, lengths) + IDLE_ANSWER_S
+        return self._alone_s(steps, lengths) + IDLE_ANSWER_S
 
     def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:
         """The least lateness of a job due then that queues behind all others."""
@@ -370,9 +370,21 @@ class ClassifyLane:
                 if row_done_s * _HEADROOM - row_due_s > late_s:
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
-        idle_s = self._costs.idle_s(least, lengths)
-        done_s = (done_s - own_s) * _HEADROOM + max(own_s, idle_s, call_s) * COST_MARGIN
+        alone_s = self._alone_s(least, lengths)
+        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * COST_MARGIN
         return start_s + beside_s + max(late_s, done_s - due_s) + self._answer_time.seconds
+
+    def _alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of the calls of these rows if there are no others."""
+        total_s, rows, real, longest = 0.0, 0, 0, 0
+        for tokens in sorted(lengths, reverse=True):
+            if rows and (rows == self._max_rows or self._too_large(rows, real, longest, tokens)):
+                total_s += self._costs.call_s(steps, rows, longest)
+                rows = real = 0
+            if not rows:
+                longest = tokens
+            rows, real = rows + 1, real + tokens
+        return total_s + self._costs.call_s(steps, rows, longest)
 
     def wait_s(self, least: bool) -> float:
         """The time until the queue is empty, at the fewest steps or at the steps it will get.
@@ -449,11 +461,9 @@ class ClassifyLane:
             if len(chosen) >= enough:
                 break
             rows, length = len(chosen) + 1, max(longest, row.tokens)
-            padding = rows * length - real - row.tokens
             if (
                 (row.tokens != head.tokens and not row.job.may_pad)
-                or rows * length > self._max_tokens
-                or padding > max(_PADDING_TOKENS, _PADDING_SHARE * real)
+                or self._too_large(len(chosen), real, length, row.tokens)
                 or (limit_s is not None and self._costs.call_s(steps, rows, length) > limit_s)
             ):
                 if in_order:
@@ -463,6 +473,12 @@ class ClassifyLane:
             real += row.tokens
             longest = length
         return sorted(chosen)
+
+    def _too_large(self, rows: int, real: int, length: int, tokens: int) -> bool:
+        """Whether these rows, of `real` tokens, and one more have too many at this length."""
+        whole = (rows + 1) * length
+        allowed = max(_PADDING_TOKENS, _PADDING_SHARE * real)
+        return whole > self._max_tokens or whole - real - tokens > allowed
 
     def _spare_s(self, steps: int, now_s: float) -> float:
         """The least time left to any row if the queue runs in order."""

@@ -376,13 +376,5 @@ class ClassifyCosts:
         whole = self.row_s(full, length)
         return self.row_s(steps, length) / whole if whole > 0 else steps / full
 
-    def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
-        """The time of these rows on an idle server."""
-        rows = len(lengths)
-        longest = max(lengths)
-        if rows <= self._max_rows:
-            return self.call_s(steps, rows, longest)
-        return -(-rows // self._max_rows) * self.call_s(steps, self._max_rows, longest)
-
     def _cost_key_of(self, steps: int) -> CostKey:
         return self._cost_keys.setdefault(steps, CostKey("classify", steps, self._key.threshold))

@@ -165,6 +165,19 @@ def test_what_is_impossible_even_when_idle_says_so() -> None:
     assert request.outcome == "impossible_deadline"
 
 
+@pytest.mark.parametrize("lengths", [(512, *(8,) * 15), (8, *(500, 8, 8, 8) * 5)])
+def test_short_texts_are_not_taken_to_be_as_long_as_the_longest_beside_them(
+    lengths: tuple[int, ...],
+) -> None:
+    alone = Request(0.0, lengths, steps=1)
+    Simulation(LIMITS, noise=0.0).run([alone])
+    for share_given, outcome in ((0.9, "impossible_deadline"), (2.5, "done")):
+        simulation = Simulation(LIMITS, noise=0.0)
+        request = Request(0.0, lengths, share_given * alone.ended_s, steps=1)
+        simulation.run([request])
+        assert request.outcome == outcome
+
+
 def test_tight_deadlines_get_small_batches() -> None:
     simulation = Simulation(LIMITS)
     given_s = 3 * usual_cost(1, 1, 64)
