@@ -510,13 +510,13 @@ class Submission:
         """These texts are to be generated. If the server chooses the step count, it does so now."""
         self.requests = requests
         if len(self.decision.choices) > 1:
-            longest, first = max(len(one.prompt) for one in requests), requests[0]
+            lengths, first = [len(one.prompt) for one in requests], requests[0]
             steps = self.engine.steps_for(
                 LaneKey(self.served.key, _kind(first), self.decision.steps),
                 self.decision.step_choices,
                 GenerationSize(
-                    *(longest, first.max_tokens, len(requests), first.num_beams),
-                    _window(first, self.served),
+                    *(max(lengths), first.max_tokens, len(requests), first.num_beams),
+                    *(_window(first, self.served), sum(lengths)),
                 ),
                 self.deadline,
             )

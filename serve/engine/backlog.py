@@ -43,11 +43,12 @@ class LaneLoad(NamedTuple):
 class GenerationSize(NamedTuple):
     """The size of generations or searches that are asked for together."""
 
-    prompt: int  # tokens of each
+    prompt: int  # tokens of the longest
     tokens: int  # to generate, at most, for each
     jobs: int = 1
     beams: int = 1  # of each
     window: int = 0  # cached positions, at most; 0: as many as there are tokens
+    read: int | None = None  # tokens of all prompts; None: all are as long
 
     @property
     def positions(self) -> int:
@@ -292,7 +293,10 @@ class ModelBacklog:
 
     def _prompts_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time to read prompts, and what full windows keep."""
-        seconds = self._cost.prompts_s(key, size.jobs * size.prompt, size.jobs)
+        read = size.jobs * size.prompt if size.read is None else size.read
+        seconds = self._cost.prompts_s(key, size.prompt, 1)
+        if size.jobs > 1:
+            seconds += self._cost.prompts_s(key, read - size.prompt, size.jobs - 1)
         if again := size.jobs * size.rereads:
             seconds += self._cost.prompts_s(key, again * size.reread, again)
         return seconds
@@ -369,22 +373,20 @@ class Backlog:
     def check(self, jobs: Sequence[Job], now_s: float) -> None:
         """Refuse a request if the queue is full or it cannot be in time."""
         self._check_places(now_s, len(jobs))
-        if jobs[0].admitted:
+        first = jobs[0]  # of several texts to generate, which differ in their prompts only
+        if first.admitted:
             return
-        model_backlog = None
-        if jobs[0].lane.kind != "classify":
-            model_backlog = self.of_model(self._common.models[jobs[0].lane.model])
-        for job in jobs:
-            if job.deadline is None:
-                continue
-            if model_backlog is None:
-                self._check_classified(job, job.deadline, now_s)
-            else:
-                size = GenerationSize(
-                    job.lengths[0], job.tokens_left, len(jobs), job.beams, job.window
-                )
-                self._check_written(model_backlog, job.lane, size, job.deadline, now_s)
-        self._check_wait(now_s, len(jobs), jobs[0].deadline)
+        if first.deadline is not None and first.lane.kind == "classify":
+            self._check_classified(first, first.deadline, now_s)
+        elif first.deadline is not None:
+            model_backlog = self.of_model(self._common.models[first.lane.model])
+            lengths = [job.lengths[0] for job in jobs]
+            size = GenerationSize(
+                *(max(lengths), first.tokens_left, len(jobs), first.beams, first.window),
+                sum(lengths),
+            )
+            self._check_written(model_backlog, first.lane, size, first.deadline, now_s)
+        self._check_wait(now_s, len(jobs), first.deadline)
 
     def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
         """Refuse a request that would wait too long to be parsed."""

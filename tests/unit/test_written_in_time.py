@@ -4,8 +4,10 @@ import random
 
 import pytest
 
-from serve.engine.job import Limits
-from tests.simulated_writing import LADDER, Wish, WritingSimulation
+from serve.engine.job import Deadline, Event, GeneratedEvent, Limits
+from serve.errors import ImpossibleDeadline
+from tests.simulated_writing import LADDER, Wish, WritingSimulation, lane_of
+from tests.stepped import SteppedEngine, generation
 
 SPARE = Limits(queue_requests=10_000)
 
@@ -80,6 +82,27 @@ def test_an_idle_server_takes_the_most_steps_that_make_it() -> None:
         wish = Wish(0.0, 40, 40, 1.2 * alone.ended_s + 0.005)
         WritingSimulation(Limits(), noise=0.0).run([wish])
         assert (wish.outcome, wish.taken) == ("done", steps)
+
+
+def test_short_prompts_are_not_taken_to_be_as_long_as_the_longest_beside_them() -> None:
+    def submit(given_s: float | None) -> SteppedEngine:
+        engine = WritingSimulation(Limits(), noise=0.0).engine
+        deadline = None if given_s is None else Deadline(0.0, given_s)
+        prompts = (200, *(5,) * 31)
+        engine.submit(
+            *[generation(lane_of(1), one, 16, events.append, deadline=deadline) for one in prompts]
+        )
+        while engine.jobs():
+            engine.step()
+        return engine
+
+    events: list[Event] = []
+    alone_s = submit(None).now_s
+    submit(1.3 * alone_s)
+    assert len(events) == 64 and all(isinstance(one, GeneratedEvent) for one in events)
+    with pytest.raises(ImpossibleDeadline) as refused:
+        submit(0.8 * alone_s)
+    assert refused.value.details["least_ms"] == pytest.approx(1000 * alone_s, rel=0.1)
 
 
 def test_who_is_too_slow_beside_others_is_told_when_they_end() -> None:
