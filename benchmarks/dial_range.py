@@ -7,6 +7,7 @@ TASK-plain1-s0, TASK-plain4-s0, ...; what is not there is left out, and said. Al
 the held-out data of the task. Intervals are of paired rows: the same puzzle at two step counts.
 """
 
+import hashlib
 import itertools
 import math
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
@@ -45,6 +47,7 @@ class Measured:
     cpu_s: float
     qualities: Mapping[int, Quality]
     per_row: Mapping[int, PerRow]  # (rows,): what each adds to the quality, whose mean it is
+    rows: str  # a name for the held-out rows: which runs were measured on the same ones
 
     @property
     def value(self) -> float:
@@ -110,8 +113,11 @@ def measured(folder: Path, counts: Sequence[int], data: str = "") -> Measured:
     labelled = dataset.labels is not None
     counts = [1] if model.discrete else counts
     tallies = {count: Tally() for count in counts}
+    rows = hashlib.sha256()
     with torch.no_grad():
         for batch in dataset.held_out(rows_at_once(recipe, dataset.sizes)):
+            for one in (*batch.inputs, batch.targets):
+                rows.update(one.numpy().tobytes())
             for count, tally in tallies.items():
                 output = model(*batch.inputs, steps=count, method=recipe.steps.method)
                 tally.add(batch, output.logits, float(output.cost))
@@ -125,6 +131,7 @@ def measured(folder: Path, counts: Sequence[int], data: str = "") -> Measured:
         cpu_s=spent.get("cpu_s", 0.0),
         qualities={count: tally.quality(labelled) for count, tally in tallies.items()},
         per_row={count: tally.per_row(labelled) for count, tally in tallies.items()},
+        rows=rows.hexdigest(),
     )
 
 
@@ -139,13 +146,22 @@ def _last(records: list[dict[str, Any]]) -> dict[str, Any]:
 def paired(found: Sequence[Measured], first: int, other: int) -> Gain:
     """How much better `other` steps are than `first`: rows and seeds together.
 
-    The seeds' own differences are averaged; the interval takes the rows of all seeds as drawn, and
-    the seeds as they are.
+    The seeds' own differences are averaged; the interval takes the rows as drawn, and the seeds as
+    they are. Rows that several seeds were measured on are drawn once: they count as one row each.
     """
     metric = found[0].qualities[first].metric
-    gains = [gain(one.per_row[first], one.per_row[other], metric) for one in found]
-    mean = sum(each.better for each in gains) / len(gains)
-    return Gain(mean, math.sqrt(sum(each.half**2 for each in gains)) / len(gains))
+    sharing: dict[str, list[Measured]] = {}
+    for one in found:
+        sharing.setdefault(one.rows, []).append(one)
+    better = squares = 0.0
+    for runs in sharing.values():
+        per_row, others = (
+            np.mean([one.per_row[count] for one in runs], axis=0) for count in (first, other)
+        )
+        each, share = gain(per_row, others, metric), len(runs) / len(found)
+        better += share * each.better
+        squares += (share * each.half) ** 2
+    return Gain(better, math.sqrt(squares))
 
 
 def _text(found: Gain) -> str:

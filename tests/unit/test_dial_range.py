@@ -17,7 +17,13 @@ ROWS = 400
 BEST = ("run.keep=best", "run.evaluate_every=1", "optim.lr=1e-12")  # its first weights are kept
 
 
-def made(shares: dict[int, float], parameters: int = 100, seed: int = 0, full: int = 8) -> Measured:
+def made(
+    shares: dict[int, float],
+    parameters: int = 100,
+    seed: int = 0,
+    full: int = 8,
+    drawn: str = "a",
+) -> Measured:
     """A run whose rows are right up to a share of them, the same ones first."""
     rows = np.arange(ROWS) / ROWS
     per_row = {count: (rows < share).astype(np.float64) for count, share in shares.items()}
@@ -25,7 +31,7 @@ def made(shares: dict[int, float], parameters: int = 100, seed: int = 0, full: i
         count: Quality("accuracy", share, share, share, ROWS, 0.0, 0.0)
         for count, share in shares.items()
     }
-    return Measured(f"run-s{seed}", seed, parameters, full, 1, 1.0, qualities, per_row)
+    return Measured(f"run-s{seed}", seed, parameters, full, 1, 1.0, qualities, per_row, drawn)
 
 
 def found(dial: dict[int, float], **plain: tuple[float, int]) -> dict[str, str]:
@@ -62,8 +68,18 @@ def test_intervals_are_of_paired_rows_and_of_all_seeds() -> None:
     one = made({1: 0.5, 8: 0.6})
     alone = paired([one], 1, 8)
     assert alone.half == pytest.approx(1.96 * (0.1 * 0.9 / ROWS) ** 0.5, rel=0.01)
-    assert paired([one, one, one, one], 1, 8).half == pytest.approx(alone.half / 2)
+    others = [made({1: 0.5, 8: 0.6}, drawn=rows) for rows in "bcd"]
+    assert paired([one, *others], 1, 8).half == pytest.approx(alone.half / 2)
     assert paired([one, made({1: 0.5, 8: 0.8})], 1, 8).better == pytest.approx(0.2)
+
+
+def test_rows_that_all_seeds_were_measured_on_count_once() -> None:
+    """Seeds that agree on the same rows say no more of them than one does."""
+    one = made({1: 0.5, 8: 0.6})
+    assert paired([one, one, one, one], 1, 8) == paired([one], 1, 8)
+    both = paired([one, one, made({1: 0.5, 8: 0.6}, drawn="b")], 1, 8)
+    assert both.better == pytest.approx(0.1)
+    assert both.half == pytest.approx(paired([one], 1, 8).half * (4 / 9 + 1 / 9) ** 0.5)
 
 
 def test_fewer_nats_are_better() -> None:
@@ -89,6 +105,8 @@ def test_it_measures_runs_and_leaves_out_unfinished_ones(
     dials, plain = runs_of(tmp_path, "tiny")
     assert [path.name for path in dials] == ["tiny-s0", "tiny-s1"] and list(plain) == [1]
     assert "still in training: tiny-s2" in capsys.readouterr().err
+    first, second = (dial_range.measured(path, [1]).rows for path in dials)
+    assert first == second  # puzzles are the same ones for all seeds
     words = ["--runs", str(tmp_path), "--task", "tiny", "--steps", "1,2", "--results"]
     assert dial_range.main([*words, str(tmp_path / "kept")]) == 0
     kept = Result.read(tmp_path / "kept" / "dial_range_tiny.json")
