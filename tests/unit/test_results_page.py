@@ -4,12 +4,15 @@ import copy
 import dataclasses
 import json
 import math
+import statistics
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from benchmarks.lab import Cell, Provenance, Table, Target
+from benchmarks.papers import measure
 from benchmarks.papers import page as papers_page
 from benchmarks.papers.measure import latencies, main
 from benchmarks.papers.measured import Measured, read_all
@@ -24,7 +27,8 @@ from benchmarks.papers.page import (
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
 from tests.fixtures.tiny_runs import tiny_label_run
-from train.checkpoint import RECIPE, RunError
+from train.checkpoint import RECIPE, Run, RunError, load_run
+from train.data import open_dataset
 from train.recipe import recipe_from, recipe_names
 
 PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
@@ -287,6 +291,24 @@ def test_an_answer_takes_longer_with_more_steps(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     level = tiny_label_run(tmp_path / "one", "optim.iterations=2", "model.depth=discrete")
     assert set(latencies(level, [1, 4], "")) == {"1"}
+
+
+def test_the_text_that_is_timed_is_of_middling_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out texts come in the order of their lengths: the first one is the shortest."""
+    run = tiny_label_run(tmp_path, "optim.iterations=2")
+    rows = open_dataset(load_run(run).recipe).held_out(1)
+    lengths = [batch.inputs[0].shape[1] for batch in rows]
+    timed = []
+
+    def seen(run: Run, inputs: tuple[Tensor, ...], count: int, method: str) -> float:
+        timed.append(inputs[0].shape[1])
+        return 1.0
+
+    monkeypatch.setattr(measure, "_timed", seen)
+    latencies(run, [1], "")
+    assert set(timed) == {statistics.median_high(lengths)} and min(lengths) < timed[0]
 
 
 def test_figures_are_those_of_the_training() -> None:
