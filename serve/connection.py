@@ -515,10 +515,11 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._reading == _HEAD:
                 self._refuse(problem)
             return
-        _exchange(cycle).ended = True  # before the application starts
+        exchange = _exchange(cycle)
+        exchange.ended = True  # before the application starts
+        exchange.fail(problem)
         if not cycle.response_started:
-            self.count_refusal(problem.code)
-            request_id = _exchange(cycle).id or request_id_of(dict(cycle.scope["headers"]))
+            request_id = exchange.id or request_id_of(dict(cycle.scope["headers"]))
             self.transport.write(refusal(problem, cycle.scope["path"], request_id))
         cycle.disconnected = True
         cycle.message_event.set()
@@ -552,24 +553,27 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, problem: ServeError) -> None:
         """Answer with this error, after the answers to earlier requests, and close."""
-        self.count_refusal(problem.code)
         behind = self._reading == _BODY and self._answering is not self.cycle
         if behind:  # of a request that waits for its turn, which never comes
             assert self._answering is not None
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else self._answering
         if behind or (not self._idle and self._reading != _BODY):
+            self.count_refusal(problem.code)
             self._end_after_answer()
             return
-        # The error is in a body: nothing may be written into an answer that has begun.
-        begun = self._answering is not None and self._answering.response_started
-        unasked = self._idle and self._reading != _BODY
-        if unasked or (self._answering is self.cycle and not begun):
+        # The error may be in a body: nothing may be written into an answer that has begun.
+        cycle = self._answering if self._reading == _BODY else None
+        if cycle is None or cycle.response_started:
+            self.count_refusal(problem.code)
+        else:
+            _exchange(cycle).fail(problem)
+        if cycle is None or not cycle.response_started:
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
-            known = "" if unasked or self._answering is None else _exchange(self._answering).id
+            known = "" if cycle is None else _exchange(cycle).id
             request_id = known or request_id_of(dict(self.headers) if self.scope else {})
             self.transport.write(refusal(problem, path, request_id))
-            if unasked and self.settings.access_log:  # the middleware notes all others
+            if cycle is None and self.settings.access_log:  # the middleware notes all others
                 note_refusal(problem, path, request_id)
         self._close()
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.catalog import Served
 from serve.engine.job import Job
-from serve.errors import MethodNotAllowed
+from serve.errors import MethodNotAllowed, ServeError
 from serve.keys import Holder
 
 Header = tuple[bytes, bytes]
@@ -106,6 +106,10 @@ class Exchange:
         """The exchange of a request."""
         exchange: Exchange = request.scope[EXCHANGE_KEY]
         return exchange
+
+    def fail(self, error: ServeError) -> None:
+        """It ends with this error, whatever the route still does."""
+        self.error, self.failed_as = error.code, error.status
 
     # The client.
 

@@ -233,9 +233,9 @@ class RequestMiddleware:
         try:
             await self._answer(exchange, scope, receive, send_with_headers)
         except ClientGone:
-            exchange.failed_as = CLIENT_GONE
+            exchange.failed_as = exchange.failed_as or CLIENT_GONE
             if not exchange.status:
-                gone = Response(status_code=CLIENT_GONE)
+                gone = Response(status_code=exchange.failed_as)
                 await gone(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             if not exchange.ended:
@@ -250,7 +250,7 @@ class RequestMiddleware:
             bug = InternalError(f"this is our bug; please report it with the id {request_id}")
             shown = OutOfMemory() if short else bug
             if exchange.status:
-                exchange.error, exchange.failed_as = shown.code, shown.status
+                exchange.fail(shown)
                 raise  # the response has started: only closing the connection tells the client
             await self._refuse(exchange, shown, scope, receive, send_with_headers)
         finally:
@@ -284,7 +284,7 @@ class RequestMiddleware:
     async def _refuse(
         self, exchange: Exchange, error: ServeError, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        exchange.error = error.code
+        exchange.error = exchange.error or error.code
         response = error_response(error, exchange.path)
         if not exchange.write(response):
             await response(scope, receive, send)

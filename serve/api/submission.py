@@ -281,7 +281,7 @@ class EventStream(Response):
                 ends = [event for _, event in some if not isinstance(event, TokenEvent)]
                 failed = [event.error for event in ends if isinstance(event, FailedEvent)]
                 if failed:
-                    exchange.error, exchange.failed_as = failed[0].code, failed[0].status
+                    exchange.fail(failed[0])
                 left = 0 if failed else left - len(ends)
                 await send({"type": "http.response.body", "body": body, "more_body": left > 0})
                 if not left:

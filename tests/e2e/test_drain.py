@@ -187,7 +187,7 @@ def test_requests_that_come_later_do_not_keep_the_server() -> None:
 
 def test_what_is_left_after_the_grace_gets_its_error() -> None:
     sent = head(len(GOOD)) + GOOD
-    with server_process(FOLDERS, "--drain-s", "0.5") as server:
+    with server_process(FOLDERS, "--drain-s", "0.5", "--access-log") as server:
         with begun(server, sent[:-1]) as body, begun(server, sent[:20]) as start:
             server.wait_until_it_has_read()
             server.terminate()
@@ -199,6 +199,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
         assert server.wait() == 0
         said = server.rest_of_output()
     assert "Traceback" not in said and "ERROR" not in said, said
+    assert "POST /v1/classify 503 " in said and said.count("error=draining") == 2
 
 
 def test_a_second_signal_ends_the_grace() -> None:

@@ -3,6 +3,7 @@
 What fails when its answer has begun counts as failed too.
 """
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from tests.fake_server import FakeServer, fake_server
+from tests.faults.raw_http import error_code, head, status, until_closed
+from tests.waiting import wait_until
 
 KNOWN_ERRORS = {"invalid_field", "invalid_json", "unknown_model", "not_found"}
 
@@ -117,6 +120,21 @@ def test_a_stream_whose_client_leaves_counts_as_left(server: FakeServer) -> None
     server.wait_for(running=0)
     assert all_answered(server) == counted(server, 200) == 0
     assert refused(server, 499) == counted(server, 499) == 1
+
+
+@pytest.mark.parametrize("path", [PATH, "/nowhere"])
+def test_a_body_that_is_not_http_counts_as_what_its_client_was_told(
+    server: FakeServer, path: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        sent = head(None, "transfer-encoding: chunked", path=path)
+        connection.sendall(sent + b'4\r\n{"a"\r\nno chunk\r\n')
+        answer = until_closed(connection, 5)
+    assert (status(answer), error_code(answer)) == (400, "bad_http")
+    labels = {"route": PATH if path == PATH else "none", "model": "", "code": "400"}
+    wait_until(lambda: server.metric("stepdial_requests_total", **labels) == 1)
+    assert server.metric("stepdial_rejected_total", reason="bad_http") == 1
+    assert server.metric("stepdial_rejected_total", reason="not_found") == 0
 
 
 def test_every_error_counts_by_its_code(server: FakeServer) -> None:
