@@ -28,6 +28,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _TRACER = "stepdial"
 _FLUSH_S = 2.0
+# Their warnings repeat what clients send in `baggage` and `tracestate`: many lines a request.
+_REPEATING = ("opentelemetry.baggage", "opentelemetry.trace")
 
 
 class Traces:
@@ -132,6 +134,8 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    for name in _REPEATING:
+        logging.getLogger(name).setLevel(logging.ERROR)
     given = environ.get("OTEL_RESOURCE_ATTRIBUTES", "") + "," + environ.get("OTEL_SERVICE_NAME", "")
     named = "service.name=" in given or not given.endswith(",")
     resource = Resource.create({} if named else {SERVICE_NAME: _TRACER})

@@ -123,6 +123,22 @@ def test_a_request_is_a_span_with_what_it_waited_for_and_what_was_computed() -> 
     assert good.trace_id != refused.trace_id and not good.parent_span_id
 
 
+def test_what_comes_with_a_trace_is_passed_on_and_never_logged() -> None:
+    parent = ("traceparent", f"00-{TRACE}-{PARENT}-01")
+    states = [("tracestate", "one=1,two=2")]
+    odd = [("tracestate", "a secret"), ("baggage", ",".join(["a secret"] * 100))]
+    with collector() as found:
+        environment = {ENDPOINT: found.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        with server_process(FOLDERS[:1], environment=environment) as server:
+            for headers in ([parent, *states], [parent, *odd]):
+                answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+                assert answer.status_code == 200
+            server.terminate()
+            assert server.wait() == 0
+            assert "secret" not in server.rest_of_output()
+        assert [span.trace_state for span in found.spans()] == ["one=1,two=2", ""]
+
+
 def test_a_collector_that_is_gone_holds_up_neither_answers_nor_the_end() -> None:
     environment = {ENDPOINT: "http://127.0.0.1:9"}
     with server_process(FOLDERS[:1], environment=environment) as server:
