@@ -53,9 +53,9 @@ class Traces:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         clock = _Clock()
-        headers = {
-            str(key, "latin-1"): str(value, "latin-1") for key, value in exchange.header_list
-        }
+        headers: dict[str, list[str]] = {}
+        for key, value in exchange.header_list:
+            headers.setdefault(str(key, "latin-1"), []).append(str(value, "latin-1"))
         span = self._tracer.start_span(
             name,
             extract(headers),  # the client's span is the parent

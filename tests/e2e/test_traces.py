@@ -125,7 +125,7 @@ def test_a_request_is_a_span_with_what_it_waited_for_and_what_was_computed() -> 
 
 def test_what_comes_with_a_trace_is_passed_on_and_never_logged() -> None:
     parent = ("traceparent", f"00-{TRACE}-{PARENT}-01")
-    states = [("tracestate", "one=1,two=2")]
+    states = [("tracestate", "one=1"), ("tracestate", "two=2")]
     odd = [("tracestate", "a secret"), ("baggage", ",".join(["a secret"] * 100))]
     with collector() as found:
         environment = {ENDPOINT: found.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
