@@ -1314,7 +1314,7 @@ def openai_routes(engine: Engine, reader: Reader) -> APIRouter:
         with _context_length():
             prompt = await reader.read(
                 exchange,
-                sum(len(message.content) for message in asked.messages),
+                sum(message.characters for message in asked.messages),
                 submission.deadline,
                 lambda: read_chat(asked.messages, chats, served.codec),
             )

@@ -65,6 +65,11 @@ class Message:
     name: str | None = None
 
     @property
+    def characters(self) -> int:
+        """The length of the text to encode, if the template writes all of it."""
+        return len(self.content) + len(self.name or "")
+
+    @property
     def members(self) -> dict[str, str]:
         """The fields that a template sees."""
         members = {"role": self.role, "content": self.content}

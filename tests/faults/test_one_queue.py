@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from serve.api import body as wire
+from serve.api import openai
 from serve.inputs.text import Encoded, TextCodec
 from tests.fake_server import FakeServer, fake_server
 from tests.server_process import START_S
@@ -180,6 +181,25 @@ def test_large_bodies_that_wait_to_be_checked_are_in_the_queue(
     server.wait_for(running=1, queued=QUEUE)
     assert ask(server, input=large).json()["error"]["code"] == "queue_full"
     let_go(turns, sent)
+
+
+@pytest.mark.parametrize("field", ["content", "name"])
+def test_long_chats_are_read_beside_the_event_loop(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    readers: list[str] = []
+
+    def read(*_: Any) -> list[int]:
+        readers.append(threading.current_thread().name)
+        return [1]
+
+    monkeypatch.setattr(openai, "read_chat", read)
+    for text in ("a", "a" * (wire.LONG_CHARACTERS + 1)):
+        message = {"role": "user", "content": "a"} | {field: text}
+        asked = {"messages": [message], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=START_S)
+        assert answer.status_code == 200, answer.text
+    assert [name.startswith("read") for name in readers] == [False, True]
 
 
 def test_a_slow_upload_is_not_taken_for_slow_work(server: FakeServer) -> None:
