@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
@@ -269,7 +269,7 @@ def add_page(app: FastAPI) -> None:
 
     @router.get("/docs.css")
     async def style() -> Response:
-        return FileResponse(STYLE_FILE, headers=_FRESH)
+        return Response(STYLE_FILE.read_bytes(), media_type="text/css", headers=_FRESH)
 
     app.include_router(router)
     if files is not None:

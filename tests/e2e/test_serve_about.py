@@ -97,7 +97,9 @@ def test_the_page_and_the_documents_load_nothing_from_elsewhere(client: httpx.Cl
         assert 'src="http' not in response.text and '<link rel="stylesheet" href="http' not in (
             response.text
         )
-    assert client.get("/docs.css").headers["content-type"].startswith("text/css")
+    for headers in ({}, {"range": "bytes=none"}):
+        style = client.get("/docs.css", headers=headers)
+        assert style.status_code == 200 and style.headers["content-type"].startswith("text/css")
     assert client.get("/static/app.js").status_code == 200
     assert client.get("/static/" + "a" * 300).status_code == 404
     assert client.get("/static/../app.py").status_code == 404
