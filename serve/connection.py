@@ -520,7 +520,7 @@ class LimitedProtocol(HttpToolsProtocol):
         exchange.fail(problem)
         if not cycle.response_started:
             request_id = exchange.id or request_id_of(dict(cycle.scope["headers"]))
-            self.transport.write(refusal(problem, cycle.scope["path"], request_id))
+            self._write_refusal(problem, cycle.scope["path"], request_id)
         cycle.disconnected = True
         cycle.message_event.set()
         self._close()
@@ -572,10 +572,30 @@ class LimitedProtocol(HttpToolsProtocol):
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
             known = "" if cycle is None else _exchange(cycle).id
             request_id = known or request_id_of(dict(self.headers) if self.scope else {})
-            self.transport.write(refusal(problem, path, request_id))
+            self._write_refusal(problem, path, request_id)
             if cycle is None and self.settings.access_log:  # the middleware notes all others
                 note_refusal(problem, path, request_id)
         self._close()
+
+    def _write_refusal(self, problem: ServeError, path: str, request_id: str) -> None:
+        """A whole error response, for clients that never reach the application."""
+        body = json.dumps(error_body(problem, path)).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            (b"x-request-id", request_id.encode()),
+            *SECURITY_HEADERS,
+        ]
+        headers += [
+            (name.encode(), value.encode())
+            for name, value in problem.headers().items()
+            if name != "connection"
+        ]
+        self.transport.write(
+            b"".join((STATUS_LINE[problem.status], _lines(headers), b"\r\n", body))
+        )
 
     def _end_after_answer(self) -> None:
         self._stopped_reading = True
@@ -653,24 +673,6 @@ def limited(
         "probing": ConnectionTable(_PROBING, _PROBING, ()),
     }
     return type("Connection", (LimitedProtocol,), shared)
-
-
-def refusal(problem: ServeError, path: str, request_id: str) -> bytes:
-    """A whole error response, for clients that never reach the application."""
-    body = json.dumps(error_body(problem, path)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        (b"x-request-id", request_id.encode()),
-        *SECURITY_HEADERS,
-    ]
-    headers += [
-        (name.encode(), value.encode())
-        for name, value in problem.headers().items()
-        if name != "connection"
-    ]
-    return b"".join((STATUS_LINE[problem.status], _lines(headers), b"\r\n", body))
 
 
 def _lines(headers: Sequence[Header]) -> bytes:

@@ -110,7 +110,7 @@ def test_too_much_is_refused_in_the_documented_shape(
         assert (status(received), error_code(received)) == expected
         lines = received.partition(b"\r\n\r\n")[0].lower()
         assert b"connection: close" in lines and b"x-content-type-options: nosniff" in lines
-        assert b"content-type: application/json" in lines
+        assert b"content-type: application/json" in lines and b"\r\ndate: " in lines
         assert re.search(rb"\r\nx-request-id: [0-9a-f]{16}\r\n", lines)
 
 
