@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,8 @@ _JPEG_SCAN, _JPEG_END = b"\xda", b"\xd9"
 
 # Pillow's own limit only warns; the limit above refuses, before decoding.
 Image.MAX_IMAGE_PIXELS = None
+# It warns of each odd tag of a picture, which would be thousands of log lines.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class PixelCount:

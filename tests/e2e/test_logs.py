@@ -1,12 +1,16 @@
 """The log of the real process as JSON: one object a line, with the id of the request."""
 
+import base64
+import io
 import json
 import re
+import struct
 from typing import Any
 
 import httpx
+from PIL import Image
 
-from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, image_bundle
 from tests.server_process import run_to_end, server_process
 
 FLAGS = ("--log-format", "json", "--access-log", "--log-level", "info")
@@ -55,6 +59,21 @@ def test_what_is_said_while_models_load_is_in_the_same_form() -> None:
         lines = lines_of(server.banner + server.rest_of_output())
     warned = [line for line in lines if line["level"] == "warning"]
     assert any("cuda" in line["message"] for line in warned)
+
+
+def test_a_picture_with_odd_tags_writes_no_lines() -> None:
+    tags = b"".join(struct.pack("<HHII", tag, 1, 2**31, 0) for tag in range(100))
+    exif = b"II*\0" + struct.pack("<IH", 8, 100) + tags + bytes(4)
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, "PNG", exif=exif)
+    asked = {"input": {"image": base64.b64encode(file.getvalue()).decode()}}
+    with server_process(
+        [image_bundle().folder], environment={"PYTHONWARNINGS": "default"}
+    ) as server:
+        assert httpx.post(f"{server.url}/v1/classify", json=asked).status_code == 200
+        server.terminate()
+        assert server.wait() == 0
+        assert "PIL" not in server.rest_of_output()
 
 
 def test_what_cannot_be_served_is_said_in_the_same_form() -> None:
