@@ -124,36 +124,33 @@ def test_an_interrupt_still_reports() -> None:
     assert "no errors" in printed
 
 
+def run_by_locust(url: str, *flags: str) -> str:
+    """What Locust prints of the file, in two processes that send."""
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
+    done = subprocess.run(
+        [*command, "--host", url, "--processes", "2", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_locust_runs_the_file_by_itself_in_several_processes() -> None:
     with running_stub(service_s=UNHURRIED_S) as stub:
-        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
-        command += ["--host", stub.url, "-u", "4", "-r", "4", "-t", "2s", "--processes", "2"]
-        done = subprocess.run(
-            [*command, "--max-tokens", "8", "--stop-timeout", "5"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        flags = ["-u", "4", "-r", "4", "-t", "2s", "--max-tokens", "8", "--stop-timeout", "5"]
+        printed = run_by_locust(stub.url, *flags)
         sent = len(stub.bodies)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{sent} requests in" in done.stdout
+    assert f"{sent} requests in" in printed
 
 
 def test_a_schedule_begins_once_locust_has_started_every_sender() -> None:
     with running_stub() as stub:
-        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
-        command += ["--host", stub.url, "-u", "2", "-r", "0.25", "--processes", "2"]
-        command += ["--expect-workers", "2", "--rate", "20", "--duration", "1s"]
-        done = subprocess.run(
-            [*command, "--mix", "classify:*", "--max-lag-ms", "1000"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SATURATED" not in done.stdout
+        flags = ["-u", "2", "-r", "0.25", "--expect-workers", "2", "--rate", "20"]
+        flags += ["--duration", "1s", "--mix", "classify:*", "--max-lag-ms", "1000"]
+        assert "SATURATED" not in run_by_locust(stub.url, *flags)
 
 
 def test_callers_end_with_the_test_though_answers_never_come() -> None:
