@@ -816,18 +816,31 @@ def _method_table(name: str, runs: list[Measured]) -> str:
 
 
 def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:
-    shown = f"![{name}: quality against steps](plots/{name}-steps.png)"
-    if any(run.curve for _, runs in present for run in runs):
-        shown += f"\n![{name}: training](plots/{name}-training.png)"
-    return shown
+    groups, shown = dict(present), []
+    if _has_steps(groups):
+        shown.append(f"![{name}: quality against steps](plots/{name}-steps.png)")
+    if _has_curves(groups):
+        shown.append(f"![{name}: training](plots/{name}-training.png)")
+    return "\n".join(shown)
+
+
+def _has_steps(groups: AnyGroups) -> bool:
+    """Whether any model has more than one step count: level lines alone show nothing."""
+    return any(
+        len({point.steps for run in runs for point in run.points if point.steps}) > 1
+        for runs in groups.values()
+    )
+
+
+def _has_curves(groups: AnyGroups) -> bool:
+    return any(run.curve for runs in groups.values() for run in runs)
 
 
 def _draw(experiment: dict[str, Any], groups: Groups) -> None:
     present = {name: groups[name] for name in experiment["runs"] if name in groups}
-    if not present:
-        return
-    draw_quality(experiment["title"], present, PICTURES / f"{experiment['id']}-steps.png")
-    if any(run.curve for runs in present.values() for run in runs):
+    if _has_steps(present):
+        draw_quality(experiment["title"], present, PICTURES / f"{experiment['id']}-steps.png")
+    if _has_curves(present):
         draw_curves(experiment["title"], present, PICTURES / f"{experiment['id']}-training.png")
 
 
