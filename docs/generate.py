@@ -28,7 +28,14 @@ from serve.bundle.part import SHA256
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
 from serve.metrics import ROWS, SECONDS, Metrics
-from serve.settings import OTHER_VARIABLES, Settings, flag, meaning, variable
+from serve.settings import (
+    OTHER_VARIABLES,
+    Settings,
+    default_in_words,
+    flag,
+    meaning,
+    variable,
+)
 
 # The page of the documentation that lists every metric.
 
@@ -476,13 +483,8 @@ def _setting_row(name: str, field: FieldInfo) -> str:
 def _default(name: str, field: FieldInfo) -> str:
     if name == "zoo":
         return "the zoo that comes with Stepdial"
-    if field.default in (None, ()):
-        return ""
-    if isinstance(field.default, bool):
-        return "on" if field.default else "off"
-    if isinstance(field.default, tuple):  # as on the command line
-        return f"`{','.join(field.default)}`"
-    return f"`{field.default}`"
+    default = default_in_words(field)
+    return default if field.annotation is bool or not default else f"`{default}`"
 
 
 def _allowed(field: FieldInfo) -> str:

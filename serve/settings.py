@@ -320,6 +320,15 @@ def meaning(field: FieldInfo) -> str:
     return " ".join(str(field.description).split())
 
 
+def default_in_words(field: FieldInfo) -> str:
+    """The default of a setting as one would write it, empty if there is none."""
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, tuple):
+        return ",".join(field.default)
+    return "" if field.default is None else str(field.default)
+
+
 def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[str, Any]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
@@ -385,8 +394,9 @@ def _parser() -> Options:
     )
     for name, field in Settings.model_fields.items():
         about = f"{meaning(field)} [{variable(name)}]"
-        if field.default not in (None, ()) and name != "zoo":
-            about += f" (default: {field.default})"
+        default = default_in_words(field)
+        if default and name != "zoo":
+            about += f" (default: {default})"
         about = about.replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(

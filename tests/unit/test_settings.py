@@ -204,6 +204,8 @@ def test_every_setting_has_a_flag_in_the_help(capsys: pytest.CaptureFixture[str]
     for name, field in Settings.model_fields.items():
         assert flag(name) in shown and variable(name) in shown
         assert field.description and meaning(field) in shown
+    for name, default in (("trusted_proxies", "127.0.0.0/8,::1/128"), ("degrade", "on")):
+        assert f"[{variable(name)}] (default: {default})" in shown
 
 
 def test_the_command_line() -> None:
