@@ -254,7 +254,7 @@ def _help_text() -> str:
     return (
         "usage: stepdial COMMAND [options]\n"
         "\n"
-        "Transformers whose depth is a dial that each request turns.\n"
+        "Train and serve small transformers that run in steps: each request says how many.\n"
         "\n"
         f"commands:\n{listed}\n"
         "\n"

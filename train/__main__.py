@@ -75,9 +75,10 @@ def _parser() -> Options:
         commands.add_parser(
             "convert",
             help="make a dial of a pretrained model",
-            description="Fine-tune a pretrained encoder on a table of texts and labels, then "
-            "train a few of its layers as the velocity of an ODE, with the fine-tuned original as "
-            "the teacher. The same command resumes.",
+            description="Fine-tune a pretrained encoder on a table of texts and labels, or a "
+            "pretrained decoder on a text. Then train a few of its layers to do the work of all in "
+            "several steps, with the fine-tuned original as the teacher. The same command "
+            "resumes.",
         )
     )
     again = commands.add_parser(
@@ -102,7 +103,7 @@ def _parser() -> Options:
     look = commands.add_parser(
         "evaluate",
         help="quality of a run at each step count",
-        description="Print and plot quality and straightness against steps on the held-out split.",
+        description="Print and plot the quality at each step count, on the held-out split.",
         epilog="A bundle has options of its own: `stepdial evaluate BUNDLE --help`.",
     )
     look.add_argument("run", type=Path, metavar="RUN")
