@@ -14,8 +14,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
-FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+FRONT = [
+    ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "DECISIONS", "SECURITY")
+]
+HELP = ROOT / "tests" / "contract" / "golden"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_COMMAND = re.compile(r"\bstepdial ([a-z]+)([^\n`|#;&]*)")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _METRIC = re.compile(r"\bstepdial_\w+")
 _BY = re.compile(r"by \(([^)]*)\)")
 _SUFFIXES = ("_bucket", "_sum", "_count")
@@ -90,6 +95,15 @@ def test_every_link_of_the_page_leads_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {link}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: page.name)
+def test_every_flag_is_one_of_the_command_before_it(page: Path) -> None:
+    for command, rest in _COMMAND.findall(read(page).replace("\\\n", " ")):
+        asked, file = set(_FLAG.findall(rest)), HELP / f"help-{command}.txt"
+        if asked:
+            assert file.exists(), f"{page.name}: stepdial {command}"
+            assert asked <= {*_FLAG.findall(read(file)), "--help"}, f"stepdial {command}{rest}"
 
 
 def test_every_claim_about_others_has_its_source() -> None:
