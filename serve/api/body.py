@@ -82,7 +82,8 @@ class Budget(TypedDict):
     steps: Annotated[int, Field(description="Steps taken.")]
     method: Annotated[Method, Field(description="Integration method of a step.")]
     nfe: Annotated[
-        int, Field(description="Evaluations of the model's velocity for the answer: the true cost.")
+        int,
+        Field(description="Passes through the model's repeated blocks: the true cost."),
     ]
     reason: Annotated[
         Reason,

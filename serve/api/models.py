@@ -100,7 +100,7 @@ class LadderRung(Answer):
 
     steps: int = Field(description="Value of `steps` in a request.")
     method: Method = Field(description="Integration method of a step.")
-    nfe: int = Field(description="Evaluations of the model's velocity: the true cost.")
+    nfe: int = Field(description="Passes through the model's repeated blocks: the true cost.")
     effort: Effort | None = Field(
         description="Value of `effort` in a request, if this step count has a name."
     )
