@@ -271,8 +271,9 @@ class LabelledDataset:
         unknown = next((label for _, label in rows if label not in self._classes), None)
         if unknown is not None:
             raise DataError(
-                f"label {unknown!r} is not one of {', '.join(self._classes)}; set data.values (as "
-                "the file writes them) and data.labels (as they are shown)"
+                f"label {unknown!r} is not one of {', '.join(self._classes)}: use a table with "
+                "these labels; in training data.values says how the file writes them, data.labels "
+                "how they are shown"
             )
         texts = (text for text, _ in rows)
         ids: list[Ids] = []

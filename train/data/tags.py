@@ -237,8 +237,9 @@ class TagDataset:
             return IGNORED
         if label not in self._classes:
             raise DataError(
-                f"label {label!r} is not one of {', '.join(self._classes)}; set data.values (as "
-                "the file writes them) and data.labels (as they are shown)"
+                f"label {label!r} is not one of {', '.join(self._classes)}: use a table with "
+                "these labels; in training data.values says how the file writes them, data.labels "
+                "how they are shown"
             )
         return self._classes[label]
 
