@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from tests.pretrained_folders import FAMILIES, texts, tokenizer_for, transformers, write_folder
 from tests.pretrained_folders import original as transformers_model
@@ -20,6 +20,7 @@ from train.pretrained import (
     PretrainedError,
     _licence,
     _own_order,
+    _read_tokenizer,
     apart,
     converted,
     converted_from,
@@ -154,11 +155,23 @@ def test_of_two_files_of_a_tokenizer_the_config_counts(
     said: dict[str, Any], tmp_path: Path
 ) -> None:
     write_folder(tmp_path, "bert")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    for word in ("cafe", "\u4e2d\u6587"):  # without accents, and without gaps
+        words[word] = len(words)
+    content["normalizer"] = json.loads(normalizers.BertNormalizer().__getstate__())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    noted = json.loads(path.read_text()) | {"tokenizer_class": "BertTokenizer"}
+    path.write_text(json.dumps(noted | said))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = _read_tokenizer(tmp_path)
+    alone = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    differ = 0
     for text in ("A Film", "un caf\u00e9", "\u4e2d\u6587"):
-        assert read_original(tmp_path).tokenizer.encode(text).ids == theirs(text).input_ids
+        assert ours.encode(text).ids == theirs(text).input_ids
+        differ += ours.encode(text).ids != alone.encode(text).ids
+    assert differ
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
