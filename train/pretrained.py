@@ -369,10 +369,23 @@ _POOLING = {
 }
 
 
+# The last makes vectors of length 1, as /v1/embeddings does of any.
+_KEPT_MODULES = ("Transformer", "Pooling", "Dropout", "Normalize")
+
+
 def _pooling(folder: Path) -> Literal["mean", "first"]:
     """As sentence-transformers notes it beside the model; the mean where nothing is said."""
-    path = folder / "1_Pooling" / CONFIG
-    noted = _read_json(path) if path.is_file() else {}
+    modules = _modules(folder)
+    for kind, place in modules:
+        if kind not in _KEPT_MODULES:
+            _log.warning(
+                "%s: %s (%s) is not supported and left out: classes are learnt from the pooled "
+                "states of the last layer, and embeddings are these",
+                *(folder, place.name, kind),
+            )
+    pooling = next((place for kind, place in modules if kind == "Pooling"), None)
+    path = (pooling or folder / "1_Pooling") / CONFIG
+    noted = _read_json(path) if pooling or path.is_file() else {}
     modes = noted.get("pooling_mode", [])  # older releases have a flag for each
     modes = {*([modes] if isinstance(modes, str) else modes)}
     modes |= {_POOLING[key] for key, value in noted.items() if value is True and key in _POOLING}
@@ -383,6 +396,20 @@ def _pooling(folder: Path) -> Literal["mean", "first"]:
         )
         return "mean"
     return "first" if modes == {"cls"} else "mean"
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """What sentence-transformers has applied one after another: the kind of each and its folder."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        return [(each["type"].rpartition(".")[2], folder / each["path"]) for each in noted]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise PretrainedError(
+            f"{path}: must be a list of modules, each with its type and path"
+        ) from None
 
 
 _CARD_CHARACTERS = 1 << 16  # of a model card, that its facts are among

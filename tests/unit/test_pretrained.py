@@ -143,6 +143,34 @@ def test_pooling_is_read_as_any_release_of_sentence_transformers_notes_it(
     assert said in caplog.text if said else not caplog.text
 
 
+def write_modules(folder: Path, *modules: tuple[str, str]) -> None:
+    """As sentence-transformers lists what it applies one after another."""
+    noted = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in modules
+    ]
+    (folder / "modules.json").write_text(json.dumps(noted))
+
+
+def test_modules_that_are_left_out_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_folder(tmp_path, "bert")
+    (tmp_path / "2_Pooling").mkdir()
+    (tmp_path / "2_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    usual = [("Transformer", ""), ("Pooling", "2_Pooling"), ("Normalize", "3_Normalize")]
+    write_modules(tmp_path, *usual)
+    assert read_original(tmp_path).encoder.pool == "first" and not caplog.text
+    write_modules(tmp_path, *usual, ("Dense", "4_Dense"))
+    assert read_original(tmp_path).encoder.pool == "first"
+    assert "4_Dense (Dense) is not supported and left out" in caplog.text
+    (tmp_path / "2_Pooling/config.json").unlink()
+    with pytest.raises(PretrainedError, match=r"2_Pooling has no config\.json"):
+        read_original(tmp_path)
+    (tmp_path / "modules.json").write_text("{}x")
+    with pytest.raises(PretrainedError, match=r"modules\.json: must be a list of modules"):
+        read_original(tmp_path)
+
+
 @pytest.mark.parametrize(
     "said",
     [
