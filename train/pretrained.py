@@ -241,6 +241,7 @@ def read_original(folder: Path) -> Original:
     }
     tokenizer = _read_tokenizer(folder)
     encoder = _encoder(config, family, weights, _pooling(folder), folder / CONFIG)
+    _warn_of_prompt(folder)
     _tokens_of(tokenizer, encoder.vocabulary, folder)
     pad_id = _pad_id(folder, tokenizer, encoder.pad_id)
     if encoder.first_position and pad_id != encoder.pad_id:  # positions are counted without it
@@ -410,6 +411,20 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         raise PretrainedError(
             f"{path}: must be a list of modules, each with its type and path"
         ) from None
+
+
+def _warn_of_prompt(folder: Path) -> None:
+    """Some models are made to read each text behind a prompt, such as "query: "."""
+    path = folder / "config_sentence_transformers.json"
+    noted = _read_json(path) if path.is_file() else {}
+    prompts, name = noted.get("prompts"), noted.get("default_prompt_name")
+    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    if prompt:
+        _log.warning(
+            "%s: texts are read without the default prompt %r: if they shall have it, write it in "
+            "front of those in the table and in requests",
+            *(path, prompt),
+        )
 
 
 _CARD_CHARACTERS = 1 << 16  # of a model card, that its facts are among

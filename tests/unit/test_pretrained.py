@@ -171,6 +171,17 @@ def test_modules_that_are_left_out_are_said(
         read_original(tmp_path)
 
 
+@pytest.mark.parametrize(("default", "said"), [("query", True), (None, False), ("empty", False)])
+def test_a_default_prompt_that_texts_do_not_get_is_said(
+    default: str | None, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_folder(tmp_path, "bert")
+    noted = {"prompts": {"query": "query: ", "empty": ""}, "default_prompt_name": default}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(noted))
+    read_original(tmp_path)
+    assert ("without the default prompt 'query: '" in caplog.text) is said
+
+
 @pytest.mark.parametrize(
     "said",
     [
