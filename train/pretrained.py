@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
@@ -326,6 +326,12 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         raise PretrainedError(f"{path} cannot be read: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    _told(tokenizer, folder)
+    return tokenizer
+
+
+def _told(tokenizer: Tokenizer, folder: Path) -> None:
+    """What other files say of how a text is read."""
     noted = folder / "tokenizer_config.json"
     said = _read_json(noted) if noted.is_file() else {}  # which counts, if both say something
     normalizer, cut = tokenizer.normalizer, tokenizer.pre_tokenizer
@@ -337,7 +343,12 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     if isinstance(cut, ByteLevel) and isinstance(said.get("add_prefix_space"), bool):
         cut.add_prefix_space = said["add_prefix_space"]
         tokenizer.pre_tokenizer = cut
-    return tokenizer
+    lowers = any(  # in all that sentence-transformers gives it
+        _read_json(path).get("do_lower_case") for path in folder.glob("sentence_*_config.json")
+    )
+    if lowers and tokenizer.encode("A").ids != tokenizer.encode("a").ids:
+        others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
 
 def _pad_id(folder: Path, tokenizer: Tokenizer, noted: int) -> int:

@@ -182,6 +182,16 @@ def test_a_default_prompt_that_texts_do_not_get_is_said(
     assert ("without the default prompt 'query: '" in caplog.text) is said
 
 
+@pytest.mark.parametrize("lowers", [True, False])
+def test_texts_are_in_small_letters_where_sentence_transformers_makes_them_so(
+    lowers: bool, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, "roberta")  # whose tokenizer knows both
+    (tmp_path / "sentence_roberta_config.json").write_text(json.dumps({"do_lower_case": lowers}))
+    small, large = (_read_tokenizer(tmp_path).encode(text).ids for text in ("a film", "A FILM"))
+    assert (small == large) is lowers
+
+
 @pytest.mark.parametrize(
     "said",
     [
