@@ -251,8 +251,14 @@ def read_original(folder: Path) -> Original:
             "say the same"
         )
     encoder = dataclasses.replace(encoder, pad_id=pad_id)
-    labels = None
-    if encoder.dense:
+    labels, problem = None, config.get("problem_type")
+    if encoder.dense and problem not in (None, "single_label_classification"):
+        _log.warning(
+            "%s: problem_type = %r is not supported: its readout is left out, and a new one learns "
+            "to give each text one label",
+            *(folder / CONFIG, problem),
+        )
+    elif encoder.dense:
         numbered = config.get("id2label") or {}
         count = len(weights[f"{names.classifier}.weight"])
         labels = tuple(str(numbered.get(str(i), f"LABEL_{i}")) for i in range(count))

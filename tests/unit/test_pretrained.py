@@ -106,6 +106,27 @@ def test_a_readout_is_taken_in_the_order_of_the_labels_of_the_data(tmp_path: Pat
     assert not other.origin["encoder"]["dense"]  # a new readout for other classes
 
 
+@pytest.mark.parametrize(
+    ("problem", "kept"),
+    [
+        ("single_label_classification", True),
+        ("multi_label_classification", False),
+        ("regression", False),
+    ],
+)
+def test_a_readout_of_other_answers_than_one_label_is_not_begun_with(
+    problem: str, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = {0: "sad", 1: "glad", 2: "neither"}
+    write_folder(
+        tmp_path, "bert", "ForSequenceClassification", id2label=labels, problem_type=problem
+    )
+    model = converted(read_original(tmp_path), 3, labels=tuple(labels.values()))
+    assert bool(model.origin["encoder"]["dense"]) is kept
+    assert model.origin["encoder"]["pool"] == "first"  # what was fine-tuned, in any case
+    assert ("its readout is left out" in caplog.text) is not kept
+
+
 def test_numbered_classes_are_met_by_their_number() -> None:
     """The labels of data are sorted as words: "10" comes before "2"."""
     data = tuple(sorted(map(str, range(12))))
