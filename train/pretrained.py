@@ -558,6 +558,13 @@ def tables_of(original: Original) -> list[str]:
 
 
 def _read_decoder(folder: Path, config: dict[str, Any], family: str) -> Original:
+    made_as = config.get("architectures") or []
+    other = next((one for one in made_as if "For" in one and not one.endswith("ForCausalLM")), None)
+    if other is not None:  # whose states have been trained for something else than the next token
+        raise PretrainedError(
+            f"{folder / CONFIG}: architectures has {other}: of decoders convert takes those that "
+            "go on with a text; give the language model that this one was made of"
+        )
     form, prefix, _ = _DECODERS[family]
     weights = {name.removeprefix(prefix): w for name, w in _read_weights(folder).items()}
     tokenizer = _read_tokenizer(folder)

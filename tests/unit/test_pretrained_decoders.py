@@ -217,6 +217,13 @@ def test_a_readout_or_a_row_that_is_missing_is_said(tmp_path: Path) -> None:
         read_original(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
+def test_a_decoder_that_classifies_is_refused(kind: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen2", kind)
+    with pytest.raises(PretrainedError, match=rf"architectures has Qwen2{kind}: of decoders"):
+        read_original(tmp_path)
+
+
 def test_more_tokens_than_it_was_trained_on_are_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, "llama")
     with pytest.raises(PretrainedError, match="reads at most 80 tokens"):
