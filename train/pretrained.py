@@ -684,6 +684,15 @@ def _tokens_of(tokenizer: Tokenizer, rows: int, folder: Path) -> int:
             f"{folder / TOKENIZER} has {count} tokens, whose ids do not fit the {rows} rows of the "
             "embedding: give the tokenizer that the model was trained with"
         )
+    path = folder / "tokenizer_config.json"
+    added = _read_json(path).get("added_tokens_decoder") if path.is_file() else None
+    for number, token in (added or {}).items():
+        text = token["content"]
+        if int(number) < rows and tokenizer.token_to_id(text) != int(number):
+            raise PretrainedError(
+                f"{path}: token {number} is {text!r}, and {TOKENIZER} has no such token: save both "
+                "again with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
     return count
 
 

@@ -374,6 +374,12 @@ def spoil_ids(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
+def spoil_added(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    added = {"7": {"content": "<entity>", "special": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
+
+
 def spoil_precision(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
@@ -401,6 +407,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         spoil_vocabulary,
         r"tokens, whose ids do not fit the \d+ rows of the embedding",
     ),
+    "added": (spoil_added, r"token 7 is '<entity>', and tokenizer\.json has no such token"),
     "precision": (spoil_precision, r"weight is torch\.int8, without its scales"),
 }
 
