@@ -707,7 +707,13 @@ def _special_ids(
             f"{folder / TOKENIZER} has no special token, and one has to stand for padding"
         )
     ends = config.get("eos_token_id")
-    ends = ends[0] if isinstance(ends, list) and ends else ends
+    if isinstance(ends, list) and ends:
+        if len(ends) > 1:
+            _log.warning(
+                "%s: eos_token_id = %s: an answer ends with the first of these alone",
+                *(folder / CONFIG, ends),
+            )
+        ends = ends[0]
     ends = ends if ends in special else None
     texts_have = tokenizer.encode("a").ids  # Llama begins each with a special token
     free = [one for one in special if one not in texts_have]

@@ -90,6 +90,16 @@ def test_what_stands_for_padding_is_no_token_of_a_text(tmp_path: Path) -> None:
         assert sizes.pad_id not in read_original(tmp_path / family).tokenizer.encode("a film").ids
 
 
+@pytest.mark.parametrize(("ends", "said"), [([2, 1], True), ([2], False), (2, False)])
+def test_of_several_tokens_that_end_an_answer_the_first_is_taken_and_said(
+    ends: int | list[int], said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_folder(tmp_path, "qwen2")
+    change(tmp_path, eos_token_id=ends)
+    assert sizes_of(tmp_path).eos_id == 2
+    assert ("eos_token_id = [2, 1]: an answer ends with the first" in caplog.text) is said
+
+
 def test_heads_biases_and_ties_are_as_the_family_has_them(tmp_path: Path) -> None:
     for family, kv_heads, rotary, biases, tied in (
         ("gpt2", 2, 0, (True, True, True), True),
