@@ -215,7 +215,7 @@ def kill_servers(models: Sequence[Bundle], folder: Path, kills: int) -> Found:
     """As many kills as are asked for; who was told wrong things, and what did not start again."""
     found, draw, begun_s = Found("server"), random.Random(0), time.perf_counter()
     classifier, generator = models
-    own = Models(classifier, generator, write_version(generator, folder / "other", seed=1))
+    own = Models(classifier, generator, write_version(generator, folder / "other"))
     admin = Admin.of([own.generator, own.other], folder)
     known = Known()
     for version in (own.generator, own.other):

@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, Self, TypeVar
 
+from export.latency import cpu_name
 from serve.bundle import Bundle, Task, read_bundle
 from serve.runtime.session import usable_cores
 
@@ -68,7 +69,7 @@ class Machine:
 def this_machine() -> Machine:
     """The machine as it is now."""
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=usable_cores(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         system=f"{platform.system()} {platform.machine()}",
@@ -78,13 +79,13 @@ def this_machine() -> Machine:
     )
 
 
-def commit(root: Path = ROOT) -> str:
+def commit() -> str:
     """The commit that is measured, with -dirty when the work tree differs from it."""
-    head = _git(root, "rev-parse", "--short", "HEAD")
+    head = _git("rev-parse", "--short", "HEAD")
     if head is None:
         return "none"
     excluded = [f":(exclude){path}" for path in _OWN_OUTPUTS]
-    changed = _git(root, "status", "--porcelain", "--", ".", *excluded)
+    changed = _git("status", "--porcelain", "--", ".", *excluded)
     return head if changed == "" else f"{head}-dirty"
 
 
@@ -110,10 +111,10 @@ def _without_folders(argument: str) -> str:
     return f".../{path.name}"
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
         ended = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
         )
     except OSError:
         return None
@@ -125,15 +126,6 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -266,10 +266,6 @@ def _right_at(load: str) -> tuple[float, float]:
     return dial, max(plain)
 
 
-def _deadline_rows(load: str) -> list[dict[str, Cell]]:
-    return [row for row in _rows("deadlines") if row["load"] == load]
-
-
 def overload() -> str:
     """What deadlines do to `logic` under load, beside plain transformers on the same server."""
     lines = [
@@ -297,7 +293,8 @@ def overload() -> str:
 
 def deadline() -> str:
     """What a deadline does to `topics` at twice its load."""
-    rows, full = _deadline_rows("2 x"), _bundle("topics").manifest.full_steps
+    rows = [row for row in _rows("deadlines") if row["load"] == "2 x"]
+    full = _bundle("topics").manifest.full_steps
     names = (
         f"the server chooses the steps ({float(rows[0]['steps'] or 0):.1f} on average)",
         f"always {full} steps, same admission by deadline",

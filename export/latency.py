@@ -45,7 +45,7 @@ def measure_latency(model: Model, threads: int) -> Latency:
                 entries += _write(model.decoder(steps), steps, manifest)
             case "translate":
                 entries += _write(model.translator(steps), steps, manifest)
-    machine = Machine(_cpu_name(), os.cpu_count() or 1, threads, _runtime_name())
+    machine = Machine(cpu_name(), os.cpu_count() or 1, threads, _runtime_name())
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Latency(machine, now, tuple(entries))
 
@@ -178,7 +178,8 @@ def _tokens(manifest: Manifest, batch: int, length: int) -> np.ndarray:
     return draw.integers(1, manifest.text_tokenizer.vocab_size, (batch, length), dtype=np.int64)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's own name, or its architecture."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
