@@ -174,15 +174,14 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """down(silu(gate) * up), both from one linear layer: SwiGLU."""
 
-    def __init__(self, width: int, hidden: int, bias: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * hidden, bias=bias)  # the gate before what it gates
         self.down = nn.Linear(hidden, width, bias=bias)
-        self.drop = nn.Dropout(dropout)  # of what is activated
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, -1)  # (B, N, hidden) each
-        out: Tensor = self.down(self.drop(F.silu(gate) * up))
+        out: Tensor = self.down(F.silu(gate) * up)
         return out
 
 
@@ -317,12 +316,10 @@ class Conditioned(nn.Module):
 
     timed = True
 
-    def __init__(
-        self, velocity: nn.Module, width: int, by_time: bool = False, hidden: int = 32
-    ) -> None:
+    def __init__(self, velocity: nn.Module, width: int, by_time: bool) -> None:
         super().__init__()
         self.velocity, self.by_time = velocity, by_time
-        self.up, self.down = nn.Linear(1, hidden), nn.Linear(hidden, 3 * width)
+        self.up, self.down = nn.Linear(1, 32), nn.Linear(32, 3 * width)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 

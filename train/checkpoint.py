@@ -274,7 +274,7 @@ def _checkpoints(kept: Path) -> list[tuple[int, Path]]:
 def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Reached:
     """Restore weights and moments; where to go on."""
     state, iteration = _read(folder / STATE)
-    weights = {k.removeprefix("model."): v for k, v in _under(state, "model.").items()}
+    weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     newest = folder / MODEL
     best = read_best(folder)[1]
     if _reached(newest) not in (iteration, best or iteration):
@@ -420,7 +420,3 @@ def iteration_of(path: Path) -> int:
         ) from None
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise RunError(_damaged(path, error)) from None
-
-
-def _under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if name.startswith(prefix)}

@@ -120,7 +120,6 @@ class EvolvedBlock(nn.Module):
         depth: int,
         hidden: int,
         feedforward: Literal["full", "random"] = "full",
-        time_width: int = 0,
         causal: bool = False,
         memory: bool = False,
         dropout: float = 0.0,
@@ -130,7 +129,7 @@ class EvolvedBlock(nn.Module):
         self.causal = causal
 
         def new_logits() -> EvolvingLogits:
-            return EvolvingLogits(width, heads, depth, time_width, attention_dropout)
+            return EvolvingLogits(width, heads, depth, dropout=attention_dropout)
 
         self.logits = new_logits()
         self.across = new_logits() if memory else None

@@ -55,13 +55,12 @@ def make_puzzles(
     rows: int,
     held_out: float,
     rounds: int = 0,
-    seed: int = DRAW,
 ) -> Splits:
     """So many puzzles of different grids, split by the forms of the grids.
 
     Each takes `rounds` rounds of singles at least: that many times a person has to look again.
     """
-    draw, order = random.Random(seed), np.random.default_rng(seed)
+    draw, order = random.Random(DRAW), np.random.default_rng(DRAW)
     seen: set[bytes] = set()
     kept: list[Puzzles] = []
     while sum(map(len, kept)) < rows:
@@ -81,7 +80,7 @@ def make_puzzles(
         for name in ("given", "solved")
     )
     forms = [form(grid, side) for grid in solved]
-    ranked = sorted(set(forms), key=lambda one: hashlib.sha256(f"{seed}/{one}".encode()).digest())
+    ranked = sorted(set(forms), key=lambda one: hashlib.sha256(f"{DRAW}/{one}".encode()).digest())
     members: dict[str, list[int]] = {one: [] for one in ranked}
     for row, one in enumerate(forms):
         members[one].append(row)

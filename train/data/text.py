@@ -281,11 +281,11 @@ def _windows(ids: LongIds, starts: list[int], window: int, begin: LongIds) -> Ba
     return Batch((rows[:, :-1],), rows[:, 1:])  # (B, N) both
 
 
-def pieces(text: str, size: int = 100_000) -> list[str]:
+def pieces(text: str) -> list[str]:
     """A text in pieces that end where a line does: no word is in two of them."""
     found, start = [], 0
     while start < len(text):
-        end = text.find("\n", start + size) + 1 or len(text)
+        end = text.find("\n", start + 100_000) + 1 or len(text)
         found.append(text[start:end])
         start = end
     return found
