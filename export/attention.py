@@ -254,7 +254,7 @@ class _NodeWriter:
         old = [self._node("Cast", [name], f"{name}/float", to=TensorProto.FLOAT) for name in caches]
         q = self._node("Transpose", [q], f"{q}/heads", perm=[0, 2, 1, 3])  # (B, H, S, d)
         q = self._node("Mul", [q, self._number(d**-0.5)], f"{y}/scaled")
-        capacity = self._length(caches[0], 1)
+        capacity = self._length(caches[0])
         scores, values = [], []
         for what, allowed in ((old, self._known(capacity, past)), (new, self._past_only(qkv))):
             k, v = (self._by_all_heads(part, H, K, d) for part in what)  # (B, H, N, d)
@@ -280,11 +280,11 @@ class _NodeWriter:
         joined = self._node("Transpose", [joined], f"{y}/joined", perm=[0, 2, 1, 3])
         self._node("Reshape", [joined, self._sizes(0, 0, H * d)], y)  # (B, S, H d)
 
-    def _length(self, value: str, axis: int) -> str:
-        """The size (1,) of a value along an axis."""
-        name = f"{value}/size_{axis}"
+    def _length(self, value: str) -> str:
+        """The size (1,) of a value (B, N, ...) along N."""
+        name = f"{value}/size_1"
         if self._is_new(name):
-            self._node("Shape", [value], name, start=axis, end=axis + 1)
+            self._node("Shape", [value], name, start=1, end=2)
         return name
 
     def _up_to(self, length: str) -> str:
@@ -301,7 +301,7 @@ class _NodeWriter:
         name = f"{seqlens}/past"
         if self._is_new(name):
             last = self._node("Cast", [seqlens], f"{name}/last", to=TensorProto.INT64)
-            first = self._node("Sub", [last, self._length(qkv, 1)], f"{name}/before")
+            first = self._node("Sub", [last, self._length(qkv)], f"{name}/before")
             self._node("Add", [first, self._sizes(1)], name)
         return name
 
@@ -319,7 +319,7 @@ class _NodeWriter:
         name = f"{table}/at"
         if self._is_new(name):
             column = self._node("Unsqueeze", [past, self._sizes(1)], f"{name}/column")
-            offsets = self._up_to(self._length(qkv, 1))
+            offsets = self._up_to(self._length(qkv))
             at = self._node("Add", [column, offsets], f"{name}/positions")
             rows = self._node("Gather", [table, at], f"{name}/rows", axis=0)
             self._node("Unsqueeze", [rows, self._sizes(2)], name)

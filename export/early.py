@@ -74,7 +74,7 @@ def certify(
     return Calibration(rows, CONFIDENCE, source, levels)
 
 
-def most_differing(rows: int, share: float, confidence: float = CONFIDENCE) -> int:
+def most_differing(rows: int, share: float) -> int:
     """The most differing rows that still put the exact upper bound at or below a share; else -1.
 
     The bound of `count` is at most `share` just where Binomial(rows, share) is rarely <= count.
@@ -83,7 +83,7 @@ def most_differing(rows: int, share: float, confidence: float = CONFIDENCE) -> i
     for count in range(rows + 1):
         ways = math.lgamma(rows + 1) - math.lgamma(count + 1) - math.lgamma(rows - count + 1)
         below += math.exp(ways + count * math.log(share) + (rows - count) * math.log1p(-share))
-        if below > 1 - confidence:
+        if below > 1 - CONFIDENCE:
             return count - 1
     return rows
 

@@ -13,7 +13,6 @@ from serve.bundle import (
     Metric,
     PointsInput,
     Quality,
-    Range,
     Rung,
     steps_in_words,
 )
@@ -104,9 +103,9 @@ def dial_in_words(manifest: Manifest) -> str:
     return f"{offered}; trained to {steps_in_words(manifest.grid_steps or 0)}{measured}"
 
 
-def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None:
+def range_in_words(manifest: Manifest) -> str | None:
     """What the dial buys; None where it was not measured."""
-    found = found or manifest.range
+    found = manifest.range
     if found is None:
         return None
     metric = manifest.rungs[0].quality.metric
