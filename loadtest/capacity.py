@@ -6,6 +6,7 @@ import math
 import tempfile
 from argparse import Namespace
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,12 @@ def write_capacity(capacity: Capacity, objective: str, folder: Path) -> None:
     markdown = f"# Capacity\n\n{about}\n\n{markdown_table(cells)}\n"
     write_text(folder / "capacity.md", markdown)
     figure = f"<figure><h3>{chart.title}</h3>{draw_svg(chart)}</figure>"
-    parts = ["<h1>Capacity</h1>", f'<p class="about">{_escaped(about)}</p>', figure, table(cells)]
+    parts = [
+        "<h1>Capacity</h1>",
+        f'<p class="about">{escape(about, quote=False)}</p>',
+        figure,
+        table(cells),
+    ]
     html = page("Stepdial capacity", parts)
     write_text(folder / "capacity.html", html)
     write_whole(folder / "capacity.png", lambda part: draw_png(about, [chart], part))
@@ -191,7 +197,3 @@ def _chart(capacity: Capacity, objective: str) -> Chart:
         y_scale="log",
         limits=[(limit.text, limit.bound) for limit in limits if limit.what == "latency"],
     )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

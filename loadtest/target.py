@@ -196,13 +196,13 @@ def headers(key: str | None) -> dict[str, str]:
     return carried if key is None else {**carried, "Authorization": f"Bearer {key}"}
 
 
-def read_offers(url: str, key: str | None = None, timeout_s: float = 10.0) -> list[Offer]:
+def read_offers(url: str, key: str | None = None) -> list[Offer]:
     """Every model of the server at `url` that has an endpoint to load, with its ladder."""
     base = checked_address(url)
     try:
-        listed = _get(base, "/v1/models", key, timeout_s)["data"]
+        listed = _get(base, "/v1/models", key)["data"]
         loadable = [model for model in listed if _takes_text(model)]
-        offers = [_read_offer(base, model, key, timeout_s) for model in loadable]
+        offers = [_read_offer(base, model, key) for model in loadable]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TargetError(
             f"{base}/v1/models or what it says of a model is no Stepdial answer "
@@ -215,7 +215,7 @@ def read_offers(url: str, key: str | None = None, timeout_s: float = 10.0) -> li
 
 def left_out(url: str, offers: Sequence[Offer], key: str | None = None) -> list[str]:
     """The models that the load cannot be sent to, since they take no free text."""
-    listed = _get(checked_address(url), "/v1/models", key, 10.0)["data"]
+    listed = _get(checked_address(url), "/v1/models", key)["data"]
     loaded = {offer.model for offer in offers}
     return sorted(str(model["id"]) for model in listed if model["id"] not in loaded)
 
@@ -226,9 +226,9 @@ def _takes_text(model: dict[str, Any]) -> bool:
     return model.get("task") in _TASKS and takes == "text"
 
 
-def _read_offer(base: str, model: dict[str, Any], key: str | None, timeout_s: float) -> Offer:
+def _read_offer(base: str, model: dict[str, Any], key: str | None) -> Offer:
     name = str(model["id"])
-    ladder = _get(base, f"/v1/models/{quote(name, safe='')}/ladder", key, timeout_s)
+    ladder = _get(base, f"/v1/models/{quote(name, safe='')}/ladder", key)
     steps = tuple(sorted(int(rung["steps"]) for rung in ladder.get("rungs", [])))
     if not steps:
         raise TargetError(f"{name} has no step counts: see {base}/v1/models/{name}/ladder.")
@@ -244,13 +244,11 @@ def _read_offer(base: str, model: dict[str, Any], key: str | None, timeout_s: fl
     )
 
 
-def characters_per_token(
-    url: str, offer: Offer, key: str | None = None, timeout_s: float = 60.0
-) -> float:
+def characters_per_token(url: str, offer: Offer, key: str | None = None) -> float:
     """How much English text a generator takes as one token, asked with one short request."""
     text = _PROBE[: offer.max_tokens]
     body = {"model": offer.model, "prompt": text, "max_tokens": 1, "steps": offer.steps[0]}
-    answer = _ask(url.rstrip("/"), "/v1/generate", key, timeout_s, json.dumps(body).encode())
+    answer = _ask(url.rstrip("/"), "/v1/generate", key, 60.0, json.dumps(body).encode())
     usage = answer.get("usage")
     read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     if not isinstance(read, int) or read < 1:
@@ -258,8 +256,8 @@ def characters_per_token(
     return len(text) / read
 
 
-def _get(base: str, path: str, key: str | None, timeout_s: float) -> dict[str, Any]:
-    return _ask(base, path, key, timeout_s, None)
+def _get(base: str, path: str, key: str | None) -> dict[str, Any]:
+    return _ask(base, path, key, 10.0, None)
 
 
 def _ask(
