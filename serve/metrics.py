@@ -276,10 +276,10 @@ class Metrics:
         self.steps.labels(lane.name, kind).inc(spent * lane.steps / nfe)
         self.evaluations.labels(lane.name, kind).inc(spent)
 
-    def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int, nfe: int) -> None:
-        """Count the steps that rows of a lane took in a call."""
-        self.steps.labels(lane.name, kind).inc(rows * steps)
-        self.evaluations.labels(lane.name, kind).inc(rows * steps * nfe / lane.steps)
+    def decoded(self, lane: LaneKey, rows: int, steps: int, nfe: int) -> None:
+        """Count the steps that rows of a lane took in a decode call."""
+        self.steps.labels(lane.name, "decode").inc(rows * steps)
+        self.evaluations.labels(lane.name, "decode").inc(rows * steps * nfe / lane.steps)
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -629,7 +629,7 @@ class Decoding:
         for part in parts:
             key = part.lane.key
             steps = key.steps if part.whole else 1
-            metrics.stepped(key, "decode", len(part.jobs), steps, self.model.nfe(key.steps))
+            metrics.decoded(key, len(part.jobs), steps, self.model.nfe(key.steps))
 
 
 def take_in(model: EngineModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:
