@@ -3,10 +3,11 @@
 Data is read without torch, so that a bundle can be measured where only its server is installed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
@@ -26,6 +27,15 @@ class Batch(NamedTuple):
     @property
     def rows(self) -> int:
         return len(self.targets)
+
+
+def shuffled(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The same batches in an order of chance, since those that are sorted begin with the shortest.
+
+    The order is always the same.
+    """
+    found = list(batches)
+    return (found[i] for i in np.random.default_rng(0).permutation(len(found)))
 
 
 def as_tensor(array: npt.NDArray[Any]) -> "Tensor":

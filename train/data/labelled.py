@@ -3,9 +3,7 @@
 Batches hold rows of like length and are a function of (seed, iteration).
 """
 
-import gzip
 import logging
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data.batch import IGNORED, Batch, Sizes, as_tensor
-from train.data.tables import DataError, Rows, Shuffle, digest_of, divide, not_utf8
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor, shuffled
+from train.data.tables import DataError, Rows, Shuffle, digest_of, divide, read_text
 from train.data.text import BEGIN, END, Ids, cut, ids_of, train_tokenizer
 from train.recipe import DataConfig
 
@@ -99,9 +97,7 @@ class PairDataset:
         return self._in_order(self._test, size)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        batches = list(self._in_order(self._held, size))
-        order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
-        return (batches[i] for i in order)
+        return shuffled(self._in_order(self._held, size))
 
     def _in_order(self, pairs: PairIds, size: int) -> Iterator[Batch]:
         ordered = sorted(pairs, key=lambda pair: len(pair[1]))
@@ -155,13 +151,7 @@ def _path(config: DataConfig, name: str, language: str) -> Path:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
+    lines = read_text(path).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 
 
@@ -307,9 +297,7 @@ class LabelledDataset:
         return in_order(self._test, size, self.pad_id)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        batches = list(in_order(self._held, size, self.pad_id))
-        order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
-        return (batches[i] for i in order)
+        return shuffled(in_order(self._held, size, self.pad_id))
 
 
 def pad(rows: list[Row], pad_id: int = 0) -> Batch:

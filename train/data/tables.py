@@ -112,6 +112,17 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
     )
 
 
+def read_text(path: Path) -> str:
+    """A whole file of text, plain or as .gz; its lines end with a line feed."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, error) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
+
+
 def open_text(path: Path) -> IO[str]:
     if path.suffix.lower() == ".gz":
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")

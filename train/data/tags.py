@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data.batch import IGNORED, Batch, Sizes, as_tensor
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor, shuffled
 from train.data.tables import (
     UNREADABLE,
     DataError,
@@ -197,9 +197,7 @@ class TagDataset:
         return self._in_order(self._test, size)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        batches = list(self._in_order(self._held, size))
-        order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
-        return (batches[i] for i in order)
+        return shuffled(self._in_order(self._held, size))
 
     def _in_order(self, rows: list[TaggedRow], size: int) -> Iterator[Batch]:
         ordered = sorted(rows, key=lambda row: len(row.ids))

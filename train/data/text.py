@@ -1,8 +1,6 @@
 """Text to continue: corpora, streams of documents, and the tokenizers that are trained on them."""
 
-import gzip
 import itertools
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from stepdial import install_command
 from train.data.batch import Batch, Sizes, as_tensor
-from train.data.tables import DataError, digest_of, not_utf8
+from train.data.tables import DataError, digest_of, read_text
 from train.recipe import DataConfig
 
 # Plain text to train, validate and test on: one text that is divided, or a file of each.
@@ -59,13 +57,7 @@ def read_corpus(data: DataConfig) -> Corpus:
 def _text(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"{path} does not exist: set data.train, validation and test")
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
+    return read_text(path)
 
 
 # Tokenizers of the `tokenizers` library: characters, words or byte-level BPE. Id 0 is padding. A
