@@ -51,12 +51,12 @@ class EvolvingLogits(nn.Module):
         """From inputs x (B, N, D) and y (B, M, D), with attention where it is allowed."""
         query = self.drop(x @ self.query.weight[:, : self.width].mT)  # (B, N, D + T)
         key = self.drop(y @ self.key.weight[:, : self.width].mT)  # (B, M, D + T)
-        queries, keys = self._heads(query), self._heads(key)  # (B, H, N or M, E)
+        queries, keys = _heads(query, self.heads), _heads(key, self.heads)  # (B, H, N or M, E)
         logits = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         if allowed is not None:
             # Finite, so that a row which may attend to nothing gives no NaN.
             logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min / 2)
-        columns = self._heads(key @ self.query.weight[:, self.width :])  # (B, H, M, T/H)
+        columns = _heads(key @ self.query.weight[:, self.width :], self.heads)  # (B, H, M, T/H)
         return Origin(logits, columns)
 
     def evolve(self, origin: Origin, layer: int) -> Tensor:
@@ -65,9 +65,11 @@ class EvolvingLogits(nn.Module):
         column: Tensor = origin.columns @ time  # (B, H, M, 1)
         return origin.logits + column.transpose(-1, -2)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
-        return x.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """The channels of x (B, N, D), by head."""
+    B, N, D = x.shape
+    return x.view(B, N, heads, D // heads).transpose(1, 2)  # (B, H, N, D/H)
 
 
 class EvolvedAttention(nn.Module):
@@ -80,9 +82,7 @@ class EvolvedAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
-        B, M, D = y.shape
-        values = self.norm(y).view(B, M, self.heads, D // self.heads)
-        values = values.transpose(1, 2)  # (B, H, M, D/H)
+        values = _heads(self.norm(y), self.heads)  # (B, H, M, D/H)
         mixed = logits.softmax(-1) @ values  # (B, H, N, D/H)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # (B, N, D)
         return out
@@ -370,9 +370,9 @@ class MultiheadBlock(nn.Module):
         q = self.query(self.norm_query(queries))  # (B, N, D)
         others = self.norm_other(others)
         y: Tensor = F.scaled_dot_product_attention(
-            self._split(q),
-            self._split(self.key(others)),
-            self._split(self.value(others)),
+            _heads(q, self.heads),
+            _heads(self.key(others), self.heads),
+            _heads(self.value(others), self.heads),
             scale=q.shape[-1] ** -0.5,
         )
         y = q + y.transpose(1, 2).reshape(B, N, -1)  # (B, N, D)
@@ -381,10 +381,6 @@ class MultiheadBlock(nn.Module):
         changed = F.relu(self.up(seen))
         out: Tensor = self.norm2(y + changed if self.outer_skip else changed)
         return out
-
-    def _split(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
-        return x.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
 
 
 class InducedBlock(nn.Module):

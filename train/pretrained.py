@@ -618,7 +618,7 @@ def _decoder(
             shown = {"rope_scaling": rope, "sliding_window": window}.get(key, config.get(key))
             raise PretrainedError(f"{where}: {key} = {shown!r} is not supported")
     tokens, _, readout = _ENDS[form]
-    for name in (tokens, *_wanted(form)):
+    for name in (tokens, "wpe.weight") if form == "gpt2" else (tokens,):
         if name not in weights:
             raise PretrainedError(f"{folder / WEIGHTS} has no {name}")
     tied = bool(config.get("tie_word_embeddings", form == "gpt2"))
@@ -670,10 +670,6 @@ def _decoder(
         pad_id=pad_id,
         eos_id=eos_id,
     )
-
-
-def _wanted(form: str) -> tuple[str, ...]:
-    return ("wpe.weight",) if form == "gpt2" else ()
 
 
 def _tokens_of(tokenizer: Tokenizer, rows: int, folder: Path) -> int:

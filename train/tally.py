@@ -80,7 +80,6 @@ class Sums:
         self._counts = array("d")
         self._hits = array("d")  # right answers
         self.pairs = Counter[tuple[int, int]]()  # of one answer a row: the class and the answer
-        self._rows = 0
         self._cost = 0.0
 
     def add_rows(
@@ -91,9 +90,7 @@ class Sums:
         self._losses.extend(losses)
         self._counts.extend(counts)
         self._hits.extend(hits)
-        rows = len(self._counts) - before
-        self._rows += rows
-        self._cost += cost * rows
+        self._cost += cost * (len(self._counts) - before)
 
     def per_row(self, labelled: bool) -> PerRow:
         """What each row (R,) adds to the quality, whose mean it is: what pairs are compared by."""
@@ -103,7 +100,7 @@ class Sums:
 
     def quality(self, labelled: bool) -> Quality:
         losses, counts = _numbers(self._losses), _numbers(self._counts)
-        rows, tokens = self._rows, int(counts.sum())
+        rows, tokens = len(counts), int(counts.sum())
         loss = float(losses.sum()) / tokens
         cost = self._cost / rows
         hits = _numbers(self._hits)

@@ -29,7 +29,7 @@ from train.data.text import PAD
 from train.model import Stepped, Translator
 from train.ode import method_named
 from train.recipe import data_at
-from train.search import Hypothesis, Target, Translates, beam, greedy
+from train.search import Target, beam, greedy
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
@@ -303,15 +303,12 @@ def bleu_of(
     alpha: float = 1.0,
 ) -> Bleu:
     """BLEU of the first `samples` sentences of the test split, 0 for all of them."""
-    try:
-        from sacrebleu.metrics.bleu import BLEU
-    except ImportError:
-        raise ValueError("BLEU needs sacrebleu: pip install sacrebleu") from None
+    if not find_spec("sacrebleu"):
+        raise ValueError("BLEU needs sacrebleu: pip install sacrebleu")
     pairs = dataset.references[: samples or None]
     answers = translate(run, dataset, [source for source, _ in pairs], steps, method, beams, alpha)
-    metric = BLEU()
-    score = metric.corpus_score(answers, [[reference for _, reference in pairs]]).score
-    return Bleu(score, str(metric.get_signature()), len(pairs))
+    score, signature = bleu_score(answers, [reference for _, reference in pairs])
+    return Bleu(score, signature, len(pairs))
 
 
 def translate(
@@ -336,24 +333,13 @@ def translate(
         part = order[start : start + size]
         rows = [torch.tensor(ids[i]) for i in part]
         source = pad_sequence(rows, batch_first=True, padding_value=target.pad)  # (B, S)
-        found = _search(model, source, target, steps, method, beams, alpha)
+        if beams == 1:
+            found = greedy(model, source, target, steps, method, alpha)
+        else:
+            found = beam(model, source, target, beams, steps, method, alpha)
         for i, hypothesis in zip(part, found, strict=True):
             answers[i] = dataset.tokenizer.decode(list(hypothesis.tokens)).strip()
     return [answers[i] for i in range(len(sources))]
-
-
-def _search(
-    model: Translates,
-    source: Tensor,
-    target: Target,
-    steps: int,
-    method: str,
-    beams: int,
-    alpha: float,
-) -> list[Hypothesis]:
-    if beams == 1:
-        return greedy(model, source, target, steps, method, alpha)
-    return beam(model, source, target, beams, steps, method, alpha)
 
 
 def open_translator(folder: Path, data: str = "") -> tuple[Run, PairDataset]:
