@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -107,11 +107,9 @@ class Trial:
     say: Callable[[str], None]
     _given_up: Event = dataclasses.field(default_factory=Event, init=False)
 
-    @contextmanager
-    def opened(self, staging: Path, target: Path) -> Iterator[OpenedModel]:
+    def opened(self, staging: Path, target: Path) -> AbstractContextManager[OpenedModel]:
         """The staged graphs as a bundle of their own, gone afterwards."""
-        with sealed_trial(self.draft, staging, target, self._threads) as model:
-            yield model
+        return sealed_trial(self.draft, staging, target, self._threads)
 
     @contextmanager
     def opened_fp32(

@@ -32,6 +32,7 @@ from serve.runtime.session import (
     DEFAULT_ROWS,
     Nodes,
     Profile,
+    bundle_sha256,
     profiles,
 )
 from serve.runtime.tensorrt import (
@@ -41,7 +42,6 @@ from serve.runtime.tensorrt import (
     Precision,
     TrtEngine,
     TrtModel,
-    bundle_sha256,
     engine_of,
     load_tensorrt,
     open_cuda,

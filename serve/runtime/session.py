@@ -297,8 +297,13 @@ def missing(device: DeviceName) -> str:
 def cache_folder(bundle: Bundle) -> Path:
     """Where engines of onnxruntime's TensorRT provider are kept: outside the sealed bundle."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    digest = hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
-    return Path(root) / "stepdial" / "tensorrt" / f"{bundle.manifest.name}-{digest[:16]}"
+    name = f"{bundle.manifest.name}-{bundle_sha256(bundle)[:16]}"
+    return Path(root) / "stepdial" / "tensorrt" / name
+
+
+def bundle_sha256(bundle: Bundle) -> str:
+    """One hash for a whole sealed bundle."""
+    return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
 
 
 def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:

@@ -3,7 +3,6 @@
 A shape that repeats is captured as a CUDA graph, which launches in one call.
 """
 
-import hashlib
 import importlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Manifest
+from serve.bundle import Bundle, BundleError, FileEntry, Manifest
 from serve.bundle.folder import check_file, file_entry
 from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
 from serve.runtime.cache import CacheLayout
@@ -38,6 +37,7 @@ from serve.runtime.session import (
     InterruptibleSession,
     Profile,
     StepSessions,
+    bundle_sha256,
 )
 
 Array = npt.NDArray[np.generic]
@@ -809,11 +809,6 @@ def check_host(built: Host, here: Host) -> None:
             f"holds engines that were built elsewhere and run only there: {'; '.join(differences)}"
             f"; {_AGAIN}"
         )
-
-
-def bundle_sha256(bundle: Bundle) -> str:
-    """One hash for a whole sealed bundle."""
-    return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
 
 
 def this_host(cuda: Cuda) -> Host:
