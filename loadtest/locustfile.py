@@ -20,7 +20,7 @@ from locust.exception import StopTest
 from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.loops import END, ENDED, OVER, SENT, SHARE, Caller, Crew, Share, plans, shares
+from loadtest.loops import END, ENDED, OVER, SENT, SHARE, Caller, Share, Workers, plans, shares
 from loadtest.options import add_shared, complaint, terms_of
 from loadtest.outcomes import Gauge, Outcome
 from loadtest.output import room, say, unwritable
@@ -74,7 +74,7 @@ _LEAD_S, _LEAD_OF_WORKERS_S = 0.5, 2.0  # before the first request is due
 _PATIENCE_S = 10.0  # with workers, beyond what they wait for their answers
 
 _gauges: dict[Environment, Gauge] = {}
-_crews: dict[Environment, Crew] = {}
+_workers: dict[Environment, Workers] = {}
 _refusals: dict[Environment, str] = {}
 
 
@@ -106,7 +106,7 @@ def _report_page(environment: Environment) -> str:
 
 
 def _start(environment: Environment, **_: Any) -> None:
-    for kept in (plans, _gauges, _crews, _refusals):
+    for kept in (plans, _gauges, _workers, _refusals):
         kept.pop(environment, None)
     options, runner = environment.parsed_options, environment.runner
     assert options is not None, "Locust always parses its command line"
@@ -136,16 +136,16 @@ def _start(environment: Environment, **_: Any) -> None:
 def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> None:
     runner = environment.runner
     assert runner is not None, "a test that starts has a runner"
-    crew = Crew(runner) if isinstance(runner, MasterRunner) else None
-    if crew is not None:
-        _crews[environment] = crew
-    senders = len(crew.names) if crew else 1
+    workers = Workers(runner) if isinstance(runner, MasterRunner) else None
+    if workers is not None:
+        _workers[environment] = workers
+    senders = len(workers.names) if workers else 1
     if not plan.terms.open:
-        if crew is not None and plan.terms.requests is not None:
+        if workers is not None and plan.terms.requests is not None:
             if runner.target_user_count < senders:
                 raise StopTest(f"--requests needs a user in each process that sends: -u {senders}.")
-            crew.share_out(time.time())
-            gevent.spawn(_finish_when_sent, environment, plan, crew)
+            workers.share_out(time.time())
+            gevent.spawn(_finish_when_sent, environment, plan, workers)
         return
     if senders > (plan.terms.max_in_flight or senders):
         raise StopTest(f"--max-in-flight is shared by {senders} processes: it must be as many.")
@@ -160,11 +160,11 @@ def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> Non
         # starts its user, who sends, one after another: by itself one a second.
         lead_s = _LEAD_OF_WORKERS_S + 2 * took_s + (senders - 1) / runner.spawn_rate
     plan.begin_s = time.time() + lead_s
-    if crew is None:
+    if workers is None:
         shares[environment] = Share(0, 1, plan.begin_s)
     else:
-        crew.share_out(plan.begin_s)
-        gevent.spawn(_finish_when_sent, environment, plan, crew)
+        workers.share_out(plan.begin_s)
+        gevent.spawn(_finish_when_sent, environment, plan, workers)
 
 
 def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
@@ -172,14 +172,14 @@ def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
 
 
 def _take_sent(environment: Environment, msg: Message, **_: Any) -> None:
-    if crew := _crews.get(environment):
-        crew.has_sent(msg.node_id)
+    if workers := _workers.get(environment):
+        workers.has_sent(msg.node_id)
     else:
         gevent.spawn(_finish, environment)
 
 
-def _finish_when_sent(environment: Environment, plan: Plan, crew: Crew) -> None:
-    crew.await_sent(lambda: plan.ended_s is not None)
+def _finish_when_sent(environment: Environment, plan: Plan, workers: Workers) -> None:
+    workers.await_sent(lambda: plan.ended_s is not None)
     if plan.ended_s is None:
         _finish(environment)
 
@@ -196,12 +196,12 @@ def _count_users(user_count: int, **_: Any) -> None:
 
 
 def _stopping(environment: Environment, **_: Any) -> None:
-    plan, crew = plans.get(environment), _crews.get(environment)
+    plan, workers = plans.get(environment), _workers.get(environment)
     if plan is None or plan.ended_s is not None:
         return
     plan.ended_s = time.time()
-    if crew is not None:
-        plan.lost = crew.dismiss((environment.stop_timeout or 0.0) + _PATIENCE_S)
+    if workers is not None:
+        plan.lost = workers.dismiss((environment.stop_timeout or 0.0) + _PATIENCE_S)
 
 
 def _end_worker(environment: Environment, msg: Message, **_: Any) -> None:
@@ -220,7 +220,7 @@ def _end_worker(environment: Environment, msg: Message, **_: Any) -> None:
 
 def _take_ended(environment: Environment, msg: Message, **_: Any) -> None:
     _take_over(msg.data, msg.node_id)
-    _crews[environment].has_ended(msg.node_id)
+    _workers[environment].has_ended(msg.node_id)
 
 
 def _stop(environment: Environment, **_: Any) -> None:
@@ -233,8 +233,9 @@ def _stop(environment: Environment, **_: Any) -> None:
             raise
         finally:
             plan.published = True  # what ends the test waits for it
-        crew, runner = _crews.get(environment), environment.runner
-        if crew is not None and crew.is_gone and runner is not None and not environment.web_ui:
+        workers, runner = _workers.get(environment), environment.runner
+        gone = workers is not None and workers.is_gone
+        if gone and runner is not None and not environment.web_ui:
             # Locust would wait for workers that may come back.
             gevent.spawn(runner.quit)
 
@@ -252,8 +253,8 @@ def _quit(environment: Environment, **_: Any) -> None:
         say("Interrupted: waiting for answers that are due; once more, without.", sys.stderr)
         runner.stop()
     elif not plan.published:
-        if crew := _crews.get(environment):
-            crew.tell_to_end(at_once=True)
+        if workers := _workers.get(environment):
+            workers.tell_to_end(at_once=True)
         else:
             runner.user_greenlets.kill(block=False)
         while not plan.published:

@@ -45,7 +45,7 @@ class _Setting(ctypes.Structure):
     )
 
 
-class Alarm:
+class Timer:
     """One timer of one greenlet; moments are those of time.monotonic()."""
 
     def __init__(self) -> None:
@@ -124,30 +124,30 @@ class OpenLoop:
         limit = plan.terms.max_in_flight
         in_flight = None if limit is None else share.of_count(limit)
         self._connections = Connections(plan, _CONNECTIONS, in_flight)
-        self._flights = Group()
+        self._requests = Group()
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Send until all is sent, or until the test is over, and wait for the answers."""
         gc.freeze()  # the schedule stays; going through it again and again would delay requests
-        alarm = Alarm()
+        timer = Timer()
         try:
             for shot in self._shots:
                 body = self._plan.body(shot)
                 moment_s = self._begin_s + shot.due_s
-                while not (over := is_over()) and not alarm.approach(moment_s):
+                while not (over := is_over()) and not timer.approach(moment_s):
                     continue
                 if over:
                     break
                 self._plan.due += 1
-                self._flights.start(gevent.Greenlet(self._fly, shot, body, moment_s))
+                self._requests.start(gevent.Greenlet(self._send, shot, body, moment_s))
             gevent.sleep(0)
-            self._flights.join(timeout=self._plan.terms.drain_s)
+            self._requests.join(timeout=self._plan.terms.drain_s)
         finally:
-            alarm.close()
-            self._flights.kill()
+            timer.close()
+            self._requests.kill()
             self._connections.close()
 
-    def _fly(self, shot: Shot, body: bytes, moment_s: float) -> None:
+    def _send(self, shot: Shot, body: bytes, moment_s: float) -> None:
         self._take(self._connections.send(shot, body, moment_s, self._begin_epoch_s + shot.due_s))
 
 
@@ -159,7 +159,7 @@ class OpenLoop:
 SHARE, SENT, END, ENDED = (f"stepdial_{word}" for word in ("share", "sent", "end", "ended"))
 
 
-class Crew:
+class Workers:
     """All workers that a test began with."""
 
     def __init__(self, runner: MasterRunner) -> None:

@@ -130,8 +130,8 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-class Rota:
-    """Deals operations out for ever: in exact proportion, in shuffled order.
+class RoundRobin:
+    """Operations in turn, for ever: in exact proportion, in shuffled order.
 
     Pure chance would leave rungs unvisited in a short test, and a fixed order would never let
     two callers ask for the same rung at the same time, as real ones do.
@@ -146,14 +146,14 @@ class Rota:
         self._total = sum(self._weights)
         self._credit = [0.0] * len(weights)
         self._random = random.Random(seed)
-        self._hand: list[Operation] = []
+        self._round: list[Operation] = []
 
-    def deal(self) -> Operation:
+    def next(self) -> Operation:
         """The operation whose turn it is."""
-        if not self._hand:
-            self._hand = [self._draw() for _ in range(4 * len(self._weights))]
-            self._random.shuffle(self._hand)
-        return self._hand.pop()
+        if not self._round:
+            self._round = [self._draw() for _ in range(4 * len(self._weights))]
+            self._random.shuffle(self._round)
+        return self._round.pop()
 
     def _draw(self) -> Operation:
         for at, weight in enumerate(self._weights):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.arrivals import TraceError, parse_think_time, read_trace
-from loadtest.mix import MixError, Rota, resolve_mix
+from loadtest.mix import MixError, RoundRobin, resolve_mix
 from loadtest.objective import ObjectiveError, parse_objective
 from loadtest.outcomes import WARM_UP, Generator, Outcome, judge
 from loadtest.report import Report, build_report
@@ -176,7 +176,7 @@ class Plan:
         self._objective.check(self.weights, bool(self._labelled))
         first = sender * _APART
         seed = terms.seed + first
-        self._rota = Rota(self.weights, seed)
+        self._operations = RoundRobin(self.weights, seed)
         self._turns = itertools.count(first)
         self._draw = random.Random(f"{seed}/lengths")
         self._lengths = parse_lengths(terms.prompt_tokens)
@@ -195,7 +195,7 @@ class Plan:
             self.left -= 1
         length = self._draw.randint(*self._lengths) if self._lengths else None
         stage = 0 if counted else WARM_UP
-        shot = Shot(0.0, stage, self._rota.deal(), next(self._turns), length)
+        shot = Shot(0.0, stage, self._operations.next(), next(self._turns), length)
         return shot, self.body(shot)
 
     def think_s(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadtest.arrivals import Entry, Process, Rate, parse_rates, parse_think_time, replay
-from loadtest.mix import Operation, Rota
+from loadtest.mix import Operation, RoundRobin
 from loadtest.outcomes import WARM_UP
 
 # What the person who runs a test can choose about its requests, as one value.
@@ -181,7 +181,7 @@ class Scheduler:
         self, terms: Terms, weights: dict[Operation, float], trace: Sequence[Entry]
     ) -> None:
         self._terms, self._weights, self._trace = terms, weights, trace
-        self._rota = Rota(weights, terms.seed)
+        self._operations = RoundRobin(weights, terms.seed)
         self._draw = random.Random(f"{terms.seed}/lengths")
         self._lengths = parse_lengths(terms.prompt_tokens)
         self._stages: list[Stage] = []
@@ -271,7 +271,7 @@ class Scheduler:
                 Shot(
                     due_s=self._at_s + entry.at_s,
                     stage=stage,
-                    operation=only or self._rota.deal(),
+                    operation=only or self._operations.next(),
                     turn=len(self._shots),
                     prompt_tokens=max(entry.prompt_tokens, 1) if replayed else prompt,
                     output_tokens=max(entry.output_tokens, 1) if replayed else None,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.mix import MixError, MixItem, Operation, Rota, parse_mix, resolve_mix
+from loadtest.mix import MixError, MixItem, Operation, RoundRobin, parse_mix, resolve_mix
 from loadtest.outcomes import Generator, Outcome, share_interval
 from loadtest.plan import LabelledError, Plan, PromptsError
 from loadtest.schedule import Terms, parse_levels
@@ -95,19 +95,19 @@ def test_what_the_server_lacks_is_refused_with_what_it_has(text: str, says: str)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
-def test_the_rota_keeps_the_proportions(weights: list[int], rounds: int) -> None:
+def test_the_turns_keep_the_proportions(weights: list[int], rounds: int) -> None:
     operations = {Operation("classify", "m", Ask(steps)): w for steps, w in enumerate(weights)}
-    rota = Rota({operation: float(weight) for operation, weight in operations.items()})
-    # A whole number of hands and of cycles, where the proportions are exact.
+    turns = RoundRobin({operation: float(weight) for operation, weight in operations.items()})
+    # A whole number of rounds and of cycles, where the proportions are exact.
     count = rounds * sum(weights) * 4 * len(weights)
-    dealt = Counter(rota.deal() for _ in range(count))
+    counts = Counter(turns.next() for _ in range(count))
     for operation, weight in operations.items():
-        assert dealt[operation] == count * weight // sum(weights)
+        assert counts[operation] == count * weight // sum(weights)
 
 
-def test_an_empty_rota_is_refused() -> None:
+def test_no_operations_are_refused() -> None:
     with pytest.raises(MixError):
-        Rota({})
+        RoundRobin({})
 
 
 def bodies(terms: Terms, offers: Sequence[Offer] = OFFERS, count: int = 20) -> list[dict[str, Any]]:
