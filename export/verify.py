@@ -7,12 +7,13 @@ weights, activations and caches of 16 and 8 bits, in proportion to their coarser
 
 import copy
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,16 +43,19 @@ ENOUGH_TOKENS, ENOUGH_ROWS = 20_000, 64
 Inputs = tuple[Tensor, ...]
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Draws inputs of a data set."""
 
+    most: int  # tokens or points of a row
+
+    @abstractmethod
     def draw(self, rows: int, length: int) -> Inputs:
         """So many rows of so many tokens or points; images have the one size they have."""
-        ...
 
     def edges(self) -> list[Inputs]:
         """The shapes at the edges: least, whole, one row and several."""
-        ...
+        shapes = sorted({(1, 1), (3, min(17, self.most)), (1, self.most)})
+        return [self.draw(rows, length) for rows, length in shapes]
 
 
 def samples_of(dataset: Dataset, most: int, target_most: int) -> Samples:
@@ -65,7 +69,7 @@ def samples_of(dataset: Dataset, most: int, target_most: int) -> Samples:
     return TokenSamples(dataset, most)
 
 
-class TokenSamples:
+class TokenSamples(Samples):
     """Rows joined end to end; those of a classifier get padding on their right."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
@@ -77,11 +81,8 @@ class TokenSamples:
         tokens = _rows(self._stream, rows, length)
         return (_ragged(tokens, self._pad_id) if self.ragged else tokens,)
 
-    def edges(self) -> list[Inputs]:
-        return _edges(self, self.most)
 
-
-class PairSamples:
+class PairSamples(Samples):
     """Sources with padding on their right, and answers that begin as the data's do."""
 
     def __init__(self, dataset: Dataset, most: int, target_most: int) -> None:
@@ -93,7 +94,7 @@ class PairSamples:
         return self._pair(rows, length, min(length + 1, self.target_most))
 
     def edges(self) -> list[Inputs]:
-        return [*_edges(self, self.most), self._pair(2, min(5, self.most), self.target_most)]
+        return [*super().edges(), self._pair(2, min(5, self.most), self.target_most)]
 
     def _pair(self, rows: int, length: int, target_length: int) -> Inputs:
         source = _ragged(_rows(self._sources, rows, length))  # (B, S)
@@ -102,20 +103,18 @@ class PairSamples:
         return source, target
 
 
-class ImageSamples:
+class ImageSamples(Samples):
     """Images as they are."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._pixels = _some(dataset)  # (P, C, H, W)
+        self.most = 1
 
     def draw(self, rows: int, length: int) -> Inputs:
         return (self._pixels[torch.arange(rows) % len(self._pixels)],)
 
-    def edges(self) -> list[Inputs]:
-        return [self.draw(1, 1), self.draw(3, 1)]
 
-
-class PointSamples:
+class PointSamples(Samples):
     """Clouds of any number of points, centred and scaled again."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
@@ -126,14 +125,6 @@ class PointSamples:
         clouds = self._clouds[np.arange(rows) % len(self._clouds)]
         some = clouds[:, np.arange(length) % clouds.shape[1]]  # (B, length, d)
         return (torch.from_numpy(unit_sphere(some)),)
-
-    def edges(self) -> list[Inputs]:
-        return _edges(self, self.most)
-
-
-def _edges(samples: Samples, most: int) -> list[Inputs]:
-    shapes = sorted({(1, 1), (3, min(17, most)), (1, most)})
-    return [samples.draw(rows, length) for rows, length in shapes]
 
 
 def _stream(dataset: Dataset, which: int) -> Tensor:
