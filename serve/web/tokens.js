@@ -7,7 +7,7 @@ import { make } from "./shape.js";
 const AT_END_PX = 40;
 
 /** How high and how strong the shade of a token is, from 0 to 1. */
-export const depthOf = (steps, fullSteps) => Math.log1p(steps) / Math.log1p(fullSteps);
+const depthOf = (steps, fullSteps) => Math.log1p(steps) / Math.log1p(fullSteps);
 
 export function createTokens(holder) {
   let [tokens, spans, fresh, frame, fullSteps] = [[], [], [], 0, 1];
