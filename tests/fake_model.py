@@ -73,6 +73,7 @@ class FakeClassifier:
 class FakePrefill:
     def __init__(self, tokens: IntArray, pieces: int, run: Callable[[], FloatArray]) -> None:
         self.positions = len(tokens)
+        self.last = tokens[-1:]  # (1,)
         self._pieces, self._run = pieces, run
 
     @property
@@ -85,12 +86,15 @@ class FakePrefill:
 
 
 class FakeBatch:
+    """Each row goes on from its own last token, whatever token it is given."""
+
     def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
         self._vocab_size = bundle.manifest.text_tokenizer.vocab_size
         self._window = bundle.manifest.text_input.max_tokens
         self._steps = steps
         self._mood = mood
         self._lengths: list[int] = []
+        self._last: IntArray = np.zeros(0, np.int64)  # (B,)
         self._stands: int | None = None
 
     @property
@@ -115,7 +119,9 @@ class FakeBatch:
 
     def join(self, prefill: Prefill) -> None:
         assert self._stands is None, "a row joins between two tokens"
+        assert isinstance(prefill, FakePrefill)
         self._lengths.append(prefill.positions)
+        self._last = np.append(self._last, prefill.last)
         self._mood.open_rows += 1
 
     def add(self, tokens: IntArray) -> FloatArray:
@@ -155,20 +161,26 @@ class FakeBatch:
     def _grow(self, tokens: IntArray) -> FloatArray:
         self._mood.call("decode", self._steps, tokens)
         self._lengths = [length + 1 for length in self._lengths]
-        return self._next(tokens)
+        self._last = self._after(self._last)
+        return self._next(self._last)
 
     def remove(self, row: int) -> None:
         assert self._stands is None, "a row leaves between two tokens"
         self._lengths[row] = self._lengths[-1]
         self._lengths.pop()
+        self._last[row] = self._last[-1]
+        self._last = self._last[:-1]
         self._mood.open_rows -= 1
 
     def _next(self, tokens: IntArray) -> FloatArray:
         logits = np.zeros((len(tokens), self._vocab_size), np.float32)
+        logits[np.arange(len(tokens)), self._after(tokens)] = 20.0
+        return self._mood.logits(logits)
+
+    def _after(self, tokens: IntArray) -> IntArray:
         following = tokens + 1
         following[following == self._vocab_size] = 1
-        logits[np.arange(len(tokens)), following] = 20.0
-        return self._mood.logits(logits)
+        return following
 
 
 class FakeMix:

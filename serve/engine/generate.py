@@ -472,7 +472,8 @@ class Decoding:
         for part in call.what:
             try:
                 part.lane.settle(part.jobs)
-                parts.append(part)
+                # Where rows have left, others have taken their places.
+                parts.append(part._replace(jobs=tuple(part.lane.rows)))
             except Exception as error:
                 failed[part.lane] = error
         found: dict[GenerateLane, FloatArray] = {}

@@ -124,6 +124,26 @@ def test_a_client_that_left_is_dropped_within_a_tick() -> None:
         assert not caller.over.is_set() and len(caller.events) <= count + 1
 
 
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_client_that_left_changes_no_answer_of_the_others(left: int) -> None:
+    with running() as bench:
+
+        def leave(kind: str, tokens: Any) -> None:
+            if kind == "prefill" and len(tokens) == 2:
+                assert bench.mood.calls[-2] == ("decode", 2, (4,))
+                bench.engine.cancel(made[left][0])
+
+        bench.mood.fail = leave
+        bench.mood.gate.clear()
+        made = [bench.generate(prompt, 12) for prompt in ("a", "c", "f", "k", "ab")]
+        bench.mood.gate.set()
+        texts = ["bcdefghijklm", "defghijklmno", "ghijklmnopqr", "lmnopqrstuvw", "cdefghijklmn"]
+        for place, (_, caller) in enumerate(made):
+            if place != left:
+                assert generated(caller).text == texts[place]
+        assert bench.idle()
+
+
 def test_a_client_that_left_the_queue_never_runs() -> None:
     with running() as bench:
         bench.mood.gate.clear()
