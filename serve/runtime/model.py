@@ -5,7 +5,8 @@ once and the cost of a call can be predicted. Tiny models use one graph a rung, 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -283,8 +284,7 @@ class OrtModel:
     def _open(
         self, file: str, interface: Interface, threads: int | None = None
     ) -> InterruptibleSession:
-        self.opening = True
-        try:
+        with self._opens():
             return open_session(
                 self.bundle,
                 file,
@@ -295,20 +295,27 @@ class OrtModel:
                 self._lent(),
                 self._writes,
             )
-        finally:
-            self.opening = False
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
-            self._steps = open_steps(
-                self.bundle,
-                self._session_threads,
-                self._run_options,
-                self._lent(),
-                self._writes,
-                self._device,
-            )
+            with self._opens():
+                self._steps = open_steps(
+                    self.bundle,
+                    self._session_threads,
+                    self._run_options,
+                    self._lent(),
+                    self._writes,
+                    self._device,
+                )
         return self._steps
+
+    @contextmanager
+    def _opens(self) -> Iterator[None]:
+        self.opening = True
+        try:
+            yield
+        finally:
+            self.opening = False
 
     def _lent(self) -> Weights | None:
         """The weights for sessions that open now; on a GPU they are read from the file."""

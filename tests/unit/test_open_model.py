@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ from serve.bundle import (
     open_staging,
     seal_bundle,
 )
-from serve.runtime import open_model
+from serve.runtime import open_model, session
 from serve.runtime.decoder import OrtDecoder
 from serve.runtime.model import OrtModel
 from serve.runtime.session import usable_cores
@@ -90,6 +91,27 @@ def test_rungs_open_when_first_asked_for(generate_bundle: Bundle) -> None:
     decoder = model.decoder(2)
     assert model.open_steps == (2,)
     assert model.decoder(2) is decoder
+
+
+def test_a_model_says_when_it_opens_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog gives such a call more time."""
+    model = OrtModel(build_classify(tmp_path / "c"), 1)
+    said: list[tuple[str, bool]] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        opens: Callable[..., Any] = getattr(session, name)
+
+        def look(*given: Any) -> Any:
+            said.append((name, model.opening))
+            return opens(*given)
+
+        return look
+
+    for name in ("open_session", "open_steps"):
+        monkeypatch.setattr(f"serve.runtime.model.{name}", watched(name))
+    model.classifier(1)
+    model.step_classifier(1)
+    assert said == [("open_session", True), ("open_steps", True)] and not model.opening
 
 
 def test_warm_up_of_a_window_of_one_token(tmp_path: Path) -> None:
