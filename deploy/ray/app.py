@@ -5,6 +5,7 @@ serve run deploy/ray/serve.yaml
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -24,10 +25,11 @@ from serve.app import create_app
 from serve.bundle import Bundle, Task, read_bundle
 from serve.catalog import Catalog, InputKind, Served, find_bundles
 from serve.engine.engine import Engine
-from serve.errors import ModelGone
-from serve.keys import secret_of
+from serve.errors import BrokenBundle, ModelGone
+from serve.exchange import EXCHANGE_KEY
 from serve.loading import Loading
 from serve.metrics import Metrics
+from serve.middleware import RequestMiddleware
 from serve.runtime import Device, Model
 from serve.server import keep_memory_low, leave
 from serve.settings import Settings
@@ -214,8 +216,11 @@ class Replica:
         shelf.stock(bundles, settings.runs_on)
         self._app = create_app(settings, self._engine, self._loading)
 
+        middleware = cast(RequestMiddleware, self._app.build_middleware_stack())
+        self._app.middleware_stack = replace(middleware, app=self._holding(middleware))
+
         async def load(name: str) -> Held:
-            return Held(self._engine, (await self._loading.load(self._folders[name])).loaded)
+            return await self._load(name)
 
         self._hold = serve.multiplexed(load, max_num_models_per_replica=self._most)
 
@@ -224,10 +229,30 @@ class Replica:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, self._loading_first(send))
                 return
-            wanted = serve.get_multiplexed_model_id()
-            if wanted in self._folders and self._knows(scope):
-                await self._hold(wanted)
             await self._app(scope, receive, self._signing(send))
+
+        return run
+
+    async def _load(self, name: str) -> Held:
+        try:
+            change = await self._loading.load(self._folders[name])
+        except BrokenBundle as error:
+            raise ModelGone(
+                f"{name} cannot be loaded by the replica that was asked: its log says why"
+            ) from error
+        return Held(self._engine, change.loaded)
+
+    def _holding(self, middleware: RequestMiddleware) -> ASGIApp:
+        """The routes, behind loading the model that the request names in Ray's header."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                wanted = serve.get_multiplexed_model_id()
+                # With keys, only for the holder of one: a probe needs none.
+                allowed = not middleware.keys.in_use or scope[EXCHANGE_KEY].holder is not None
+                if wanted in self._folders and allowed:
+                    await self._hold(wanted)
+            await middleware.app(scope, receive, send)
 
         return run
 
@@ -252,12 +277,6 @@ class Replica:
             await send(message)
 
         return sent
-
-    def _knows(self, scope: Scope) -> bool:
-        """Whether this client may have a model loaded; the application refuses all others."""
-        keys = self._app.state.keys
-        secret = secret_of(scope["headers"])
-        return not keys.in_use or (secret is not None and keys.holder_of(secret) is not None)
 
     async def metrics_page(self) -> tuple[str, str]:
         """This replica and its metrics."""

@@ -1,7 +1,12 @@
 """What Stepdial on Ray decides by itself: where requests go, how many replicas there should be."""
 
+import asyncio
+import json
+import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -12,14 +17,19 @@ with warnings.catch_warnings():
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from ray import serve
 from ray.serve.schema import ServeDeploySchema
+from starlette.types import Message, Receive, Scope, Send
 
-from deploy.ray.app import Arguments, Shelf, one_page
+from deploy.ray.app import Arguments, Replica, Shelf, one_page
 from deploy.ray.local import arguments_of
 from deploy.ray.routing import ranked
 from deploy.ray.scaling import Load, Wanted, load_of
-from serve.errors import ModelGone, UnknownModel
+from serve.errors import BrokenBundle, ModelGone, UnknownModel
+from serve.exchange import EXCHANGE_KEY
+from serve.keys import Keys
 from serve.metrics import Metrics
+from serve.middleware import RequestMiddleware
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, points_bundle
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +113,80 @@ def test_a_shelf_lists_what_it_does_not_hold() -> None:
         shelf.pick(None, ("classify",))
     with pytest.raises(UnknownModel, match="tiny-generate, tiny-classify, tiny-points"):
         shelf.find("none")
+
+
+class Asked:
+    """A replica without Ray: what it is asked, and what its loader and its routes see of it."""
+
+    def __init__(self, keys: Keys, problem: Exception | None = None) -> None:
+        self.loaded: list[str] = []
+        self.waited_s: list[float] = []
+        self._problem = problem
+        plain = RequestMiddleware(self._routes, Metrics(), keys)
+        replica: Any = SimpleNamespace(_folders={"tiny": Path("tiny")}, _hold=self._hold)
+        holding = Replica._holding(replica, plain)
+        self._app = RequestMiddleware(holding, plain.metrics, keys)
+
+    async def _hold(self, name: str) -> None:
+        await asyncio.sleep(0.02)
+        if self._problem is not None:
+            raise self._problem
+        self.loaded.append(name)
+
+    async def _routes(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.waited_s.append(time.perf_counter() - scope[EXCHANGE_KEY].arrived_s)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def get(self, path: str, *headers: tuple[bytes, bytes]) -> tuple[int, dict[str, Any]]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": b""}
+        asyncio.run(self._app({**scope, "headers": headers}, None, send))  # type: ignore[arg-type]
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request names a model in Ray's header."""
+    monkeypatch.setattr(serve, "get_multiplexed_model_id", lambda: "tiny")
+
+
+@pytest.mark.usefixtures("named")
+def test_loading_counts_towards_the_deadline() -> None:
+    asked = Asked(Keys(environ={}))
+    assert asked.get("/v1/models")[0] == 200
+    assert asked.loaded == ["tiny"] and asked.waited_s[0] >= 0.01
+
+
+@pytest.mark.usefixtures("named")
+def test_nothing_is_loaded_for_whoever_has_no_key() -> None:
+    asked = Asked(Keys(environ={"STEPDIAL_API_KEYS": "k" * 20}))
+    assert asked.get("/v1/models")[0] == 401
+    assert asked.get("/health/ready")[0] == 200
+    assert not asked.loaded
+    assert asked.get("/v1/models", (b"x-api-key", b"k" * 20))[0] == 200
+    assert asked.loaded == ["tiny"]
+
+
+@pytest.mark.usefixtures("named")
+def test_a_model_that_cannot_be_loaded_is_an_answer() -> None:
+    async def load(folder: Path) -> None:
+        raise BrokenBundle(f"{folder} holds no manifest")
+
+    replica: Any = SimpleNamespace(
+        _folders={"tiny": Path("/bundles/tiny")}, _loading=SimpleNamespace(load=load)
+    )
+    with pytest.raises(ModelGone) as found:
+        asyncio.run(Replica._load(replica, "tiny"))
+    assert "/bundles" not in str(found.value)
+    asked = Asked(Keys(environ={}), found.value)
+    status, body = asked.get("/v1/models")
+    assert (status, body["error"]["code"]) == (503, "model_gone")
+    assert "tiny cannot be loaded" in body["error"]["message"]
 
 
 def test_metrics_of_replicas_are_told_apart() -> None:
