@@ -41,7 +41,7 @@ _RUNNING = 256
 _METRICS_S, _LOOK_BACK_S, _PAGES_S = 2.0, 10.0, 5.0
 _HEALTH_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_POLL_S = 0.5
-_LAST_S = 5.0  # for the last answers to leave
+_LAST_S = 5.0  # beyond drain_s: for the application to end when nothing runs any more
 _SWITCH_S = 0.0005  # as in `stepdial serve`
 _OF_A_SERVER = {"access_log", "log_format", "log_level", "engine_nice", "health_port"}  # settings
 
