@@ -139,6 +139,7 @@ def test_no_release_is_taken_whose_private_parts_were_not_looked_up(
 # Releases that lack what is used: a machine that has one would keep it.
 TOO_OLD = [
     ("fastapi", "0.137.1"),  # routing.iter_route_contexts
+    ("onnxscript", "0.5.7"),  # what the exporter of torch 2.13 imports of it
     ("ray", "2.55.1"),  # serve.ingress without an application, and broadcasts
     ("ray", "2.56.0"),  # it fails beside a newer protobuf than it was made for
 ]
