@@ -20,7 +20,7 @@ SECONDS := 60
 ARGS :=
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python ...` overrides it.
-PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python; do \
+PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo $$candidate; break; }; done)
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -275,3 +276,22 @@ def test_the_python_of_ci_has_exact_releases() -> None:
     version = re.search(r'python-version: "3\.(\d+)"', workflow)
     assert version is not None
     assert (ROOT / "locks" / f"dev-py3{version[1]}-linux-x86_64.txt").is_file()
+
+
+@pytest.mark.parametrize("newer", [11, 12, 13, 14])
+def test_make_finds_a_python_beside_one_that_is_too_old(tmp_path: Path, newer: int) -> None:
+    for name, status in (("python3", 1), (f"python3.{newer}", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("make", "echo"):
+        (tmp_path / name).symlink_to(shutil.which(name) or pytest.skip(f"there is no {name}"))
+    told = subprocess.run(
+        ["make", "help"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"PYTHON=python3.{newer} " in told.stdout
