@@ -43,7 +43,12 @@ _HEALTH_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_POLL_S = 0.5
 _LAST_S = 5.0  # beyond drain_s: for the application to end when nothing runs any more
 _SWITCH_S = 0.0005  # as in `stepdial serve`
-_OF_A_SERVER = {"access_log", "log_format", "log_level", "engine_nice", "health_port"}  # settings
+_OF_A_SERVER = {  # settings
+    *("host", "port", "health_host", "health_port", "admin_folders"),
+    *("max_connections", "max_address_connections", "trusted_proxies"),
+    *("max_headers", "max_header_bytes", "header_timeout_s", "send_timeout_s"),
+    *("access_log", "log_format", "log_level", "engine_nice"),
+}
 
 
 class Arguments(BaseModel):
@@ -96,7 +101,8 @@ class Arguments(BaseModel):
             )
         if idle := sorted(_OF_A_SERVER & self.settings.keys()):
             raise ValueError(
-                f"{', '.join(idle)}: no effect on Ray, which has its own logs, ports and processes"
+                f"{', '.join(idle)}: no effect on Ray, which has its own logs, ports, connections "
+                "and processes"
             )
         return self
 
