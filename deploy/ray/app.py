@@ -109,6 +109,8 @@ class Arguments(BaseModel):
     def read_settings(self) -> Settings:
         """The server's settings; a replica takes no more threads than it has cores."""
         settings = Settings.read(config=self.settings)
+        if self.gpus and settings.device == "cpu":
+            raise ValueError("gpus would be reserved and not used: set settings.device to cuda")
         if settings.threads is None:
             settings = settings.model_copy(update={"threads": max(1, int(self.cpus))})
         return settings

@@ -50,6 +50,9 @@ def test_the_config_is_one_that_serve_takes_and_its_arguments_are_ours() -> None
         Arguments(settings={"health_port": 9000, "access_log": True, "queue_limit": 8})
     with pytest.raises(ValidationError, match="max_connections, port: no effect on Ray"):
         Arguments(settings={"port": 9000, "max_connections": 100, "max_body_bytes": 1000})
+    with pytest.raises(ValueError, match="gpus would be reserved and not used"):
+        Arguments(gpus=1).read_settings()
+    assert Arguments(gpus=1, settings={"device": "cuda"}).read_settings().device == "cuda"
     same = Arguments(bundles=(BUNDLES[0].folder, BUNDLES[0].folder))
     with pytest.raises(ValueError, match="two bundles have the same name"):
         same.read_bundles(same.read_settings())
