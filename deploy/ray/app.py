@@ -292,7 +292,9 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises while this replica is not ready; Serve replaces one that stays so."""
-        check_ready(self._engine, self._engine.catalog)
+        listed = self._engine.catalog
+        held = [one for one in listed if listed.get(one.name) is not None]
+        check_ready(self._engine, held or listed)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy looks at."""

@@ -25,7 +25,7 @@ from deploy.ray.app import Arguments, Replica, Shelf, one_page
 from deploy.ray.local import arguments_of
 from deploy.ray.routing import ranked
 from deploy.ray.scaling import Load, Wanted, load_of
-from serve.errors import BrokenBundle, ModelGone, UnknownModel
+from serve.errors import BrokenBundle, ModelGone, NotReady, UnknownModel
 from serve.exchange import EXCHANGE_KEY
 from serve.keys import Keys
 from serve.metrics import Metrics
@@ -118,6 +118,20 @@ def test_a_shelf_lists_what_it_does_not_hold() -> None:
         shelf.pick(None, ("classify",))
     with pytest.raises(UnknownModel, match="tiny-generate, tiny-classify, tiny-points"):
         shelf.find("none")
+
+
+def test_a_replica_is_ready_by_the_models_that_it_holds() -> None:
+    shelf = Shelf()
+    shelf.stock(BUNDLES)
+    engine = SimpleNamespace(catalog=shelf, failing=[], check_open=lambda: None)
+    replica: Any = SimpleNamespace(_engine=engine)
+    asyncio.run(Replica.check_health(replica))
+    shelf.put(shelf.find("tiny-points"))
+    engine.failing.append("tiny-points")
+    with pytest.raises(NotReady, match="the last call of tiny-points failed"):
+        asyncio.run(Replica.check_health(replica))
+    shelf.put(shelf.find("tiny-classify"))
+    asyncio.run(Replica.check_health(replica))
 
 
 class Asked:
