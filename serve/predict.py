@@ -146,6 +146,9 @@ def _predict(arguments: argparse.Namespace) -> int:
     ):
         by_number = all(column.isdecimal() for column in arguments.text or [""])
         lines = _lines(source, name)
+        first_line = next(lines, "")
+        marked = first_line.startswith(_MARK)
+        lines = itertools.chain([first_line.removeprefix(_MARK)], lines)
         if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
             columns = [] if by_number else arguments.text or _expected(model)
             lines, separator = _separated(lines, separator, columns)
@@ -163,7 +166,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{name} has no rows")
         columns = _columns(model, arguments.text, list(first[1]), name)
         names = _added_columns(model)
-        with _output(output) as target:
+        with _output(output, marked and bool(separator)) as target:
             write = _Writer(target, separator, header, names)
             waiting = [first]
             for row in rows:
@@ -343,6 +346,7 @@ def _kind(table: Path | io.BufferedReader) -> str:
 
 
 _COMPRESSED: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
+_MARK = "\ufeff"  # a byte order mark, read as UTF-8
 _MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ\x00"}  # how such data begins
 
 
@@ -361,8 +365,8 @@ def _standard_input() -> io.BufferedReader:
 def _opened(table: Path | io.BufferedReader) -> IO[str]:
     """A table to read."""
     if isinstance(table, Path):
-        return _opener(table)(table, "rt", encoding="utf-8-sig", newline="")
-    return io.TextIOWrapper(table, encoding="utf-8-sig", newline="")
+        return _opener(table)(table, "rt", encoding="utf-8", newline="")
+    return io.TextIOWrapper(table, encoding="utf-8", newline="")
 
 
 def _opener(path: Path) -> Callable[..., IO[str]]:
@@ -467,16 +471,19 @@ def _objects(source: Iterator[str], name: str) -> Iterator[_Row]:
 
 
 @contextmanager
-def _output(path: Path | None) -> Iterator[IO[str]]:
-    """Where to write. A file is replaced once all is written: it may be the one that is read."""
+def _output(path: Path | None, marked: bool) -> Iterator[IO[str]]:
+    """Where to write. A file is replaced once all is written: it may be the one that is read.
+
+    A marked file begins with a byte order mark, by which spreadsheets know that it is UTF-8.
+    """
     if path is None:
         if sys.stdout is None:
             raise ValueError("standard output is closed: name a file with --output")
         yield sys.stdout
         return
-    opener = _opener(path)
+    opener, encoding = _opener(path), "utf-8-sig" if marked else "utf-8"
     if path.exists() and not path.is_file():  # a pipe or a device
-        with opener(path, "wt", encoding="utf-8", newline="") as file:
+        with opener(path, "wt", encoding=encoding, newline="") as file:
             yield file
         return
     target = path.resolve()
@@ -485,7 +492,7 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
     # Drawn: in containers that share a folder, process ids are the same.
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with opener(partial, "xt", encoding="utf-8", newline="") as file:
+        with opener(partial, "xt", encoding=encoding, newline="") as file:
             yield file
         if target.exists():
             shutil.copymode(target, partial)

@@ -135,6 +135,17 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [row["predicted_label"] for row in printed] == ["Business", "Sports"]
 
 
+def test_a_table_with_a_byte_order_mark_gets_one_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    table.write_text("text\nStocks fell à Paris\n", encoding="utf-8-sig")
+    for written in (out, table, table):  # also over itself, and then not twice
+        assert predicted(table, "--text", "text", "--output", str(written), capsys=capsys)
+        assert written.read_text(encoding="utf-8").startswith("\ufefftext,predicted_label,")
+    assert not predicted(table, "--text", "text", capsys=capsys)[0].startswith("\ufeff")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
