@@ -383,7 +383,7 @@ def _reading(name: str) -> Iterator[None]:
         wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise ValueError(
             f"{name}: not UTF-8 ({error.reason}); convert it first, as in: "
-            f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 old > new"
+            f"iconv -f {'utf-16' if wide else 'cp1252'} -t utf-8 old > new"
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from None

@@ -329,7 +329,7 @@ def test_compressed_standard_input_is_unpacked(pack: Any, piped: Piped) -> None:
         (b'{"text": "a"}\n{"text": }\n', (), "standard input, line 2: not valid JSON"),
         (b'[{"text": "a"}]\n', (), "standard input, line 1: expected one object a line"),
         (b"text\na\nb,c\n", (), "standard input, row 2: 2 cells"),
-        (b"text\n\xff\n", (), "standard input: not UTF-8"),
+        (b"text\n\xff\n", (), "(invalid start byte); convert it first, as in: iconv -f cp1252"),
         (b"\xff\xfet\0", ("--format", "csv"), "as in: iconv -f utf-16 -t utf-8"),
         (b"text\na\n", ("--output", "out.jsonl"), "end it like --input, .csv"),
         (b"text\na\n", ("--format", "tsv", "--output", "out.csv"), "end it like --input, .tsv"),

@@ -32,7 +32,7 @@ from train.recipe import Columns, DataConfig, RecipeError, load_recipe
     [
         (b"text,label\ngood, really,pos\n", "row 1: 3 cells, but the header has 2: .*quotes"),
         (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
-        (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
+        (b"text,label\ncaf\xe9,pos\n", "not UTF-8.*iconv -f cp1252 -t utf-8"),
         (b'text,label\n"   ",pos\n', "no rows"),
         (b"text,label\ngood, \nbad,\n", "no rows"),
         (b"\xff\xfet\x00", "iconv -f utf-16 -t utf-8"),

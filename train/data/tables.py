@@ -108,7 +108,7 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
     wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return DataError(
         f"{path}: not UTF-8 ({error.reason}); convert it first, as in: "
-        f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 old > new"
+        f"iconv -f {'utf-16' if wide else 'cp1252'} -t utf-8 old > new"
     )
 
 
