@@ -61,6 +61,7 @@ from train.checkpoint import load_run
 from train.corrections import CorrectedVelocity, check_steps
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset
+from train.loop import warn_of_unfinished
 from train.model import Stepped
 from train.ode import method_named
 from train.pretrained import ConvertedTransformer
@@ -333,7 +334,9 @@ def export_run(
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
     same = facts.get("data_sha256") in (None, dataset.digest)
-    if not same:
+    if same:
+        warn_of_unfinished(run, recipe, dataset)
+    else:
         say(
             "not the data it was trained on: training may have seen the rows held out here, so "
             "the measured quality may be too good"

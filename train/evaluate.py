@@ -12,6 +12,7 @@ from train.checkpoint import load_run
 from train.corrections import check_steps
 from train.data import open_measured
 from train.data.batch import Batch, Sizes
+from train.loop import warn_of_unfinished
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
@@ -105,6 +106,7 @@ def evaluate_run(
             asked.add(batch)
     report = asked.report(dataset.labels is not None)
     if facts.get("data_sha256") in (None, dataset.digest):
+        warn_of_unfinished(folder, recipe, dataset)
         return report
     return replace(report, measured=f"on {data or recipe.data.path}")
 

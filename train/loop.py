@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from train.checkpoint import (
+    MODEL,
     STATE,
     Reached,
     RunError,
@@ -32,6 +33,7 @@ from train.checkpoint import (
     check_same_data,
     check_same_teacher,
     digest_of_weights,
+    iteration_of,
     keep_for_average,
     load_best,
     load_checkpoint,
@@ -256,6 +258,28 @@ def ending(recipe: Recipe, dataset: Dataset) -> Recipe:
     passes = math.ceil(optim.epochs * dataset.rows_to_train / (optim.batch * optim.accumulate))
     iterations = min(optim.iterations, max(FEWEST, passes))
     return dataclasses.replace(recipe, optim=dataclasses.replace(optim, iterations=iterations))
+
+
+def unfinished(folder: Path, recipe: Recipe, dataset: Dataset) -> str:
+    """How far a training came that has not ended, in words; "" of one that has."""
+    state, weights = folder / STATE, iteration_of(folder / MODEL)
+    done = iteration_of(state) if state.is_file() else weights
+    wanted = ending(recipe, dataset).optim.iterations
+    # At the end the best weights, of an earlier iteration, become the run's own.
+    best = recipe.run.keep == "best"
+    if done >= wanted or (best and (weights != done or Best(folder, recipe.run).is_over(done))):
+        return ""
+    return f"{done:,} of {wanted:,} iterations"
+
+
+def warn_of_unfinished(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+    """Half a training would pass for what its recipe can do."""
+    if came := unfinished(folder, recipe, dataset):
+        _log.warning(
+            "%s has not been trained to its end (%s): the command that trained it goes on",
+            folder,
+            came,
+        )
 
 
 def _asked_teacher(

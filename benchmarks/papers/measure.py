@@ -19,10 +19,10 @@ from torch import Tensor
 
 from benchmarks.lab import clocked, command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
-from train.checkpoint import STATE, Run, RunError, iteration_of, load_run
+from train.checkpoint import Run, RunError, load_run
 from train.data import open_dataset
 from train.evaluate import Report, evaluate_run, methods_named
-from train.loop import Best, ending
+from train.loop import unfinished
 from train.metrics import METRICS
 from train.recipe import data_at
 from train.text_quality import bleu_of, open_translator
@@ -96,13 +96,9 @@ def with_bleu(
 def _check_ended(folder: Path, data: str) -> None:
     """Half a training would pass for what its recipe can do."""
     run = load_run(folder)
-    recipe, state = data_at(run.recipe, data), folder / STATE
-    # The model may be of an earlier iteration, the best.
-    done = iteration_of(state) if state.is_file() else int(run.facts["iteration"])
-    wanted = ending(recipe, open_dataset(recipe, run.tokenizer)).optim.iterations
-    stopped = recipe.run.keep == "best" and Best(folder, recipe.run).is_over(done)
-    if done < wanted and not stopped:
-        raise RunError(f"{folder} has done {done} of {wanted} iterations: go on with it first")
+    recipe = data_at(run.recipe, data)
+    if came := unfinished(folder, recipe, open_dataset(recipe, run.tokenizer)):
+        raise RunError(f"{folder} has done {came}: go on with it first")
 
 
 def measured(folder: Path, group: str | None, report: Report, command: str) -> Measured:

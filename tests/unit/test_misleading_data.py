@@ -13,10 +13,16 @@ import pytest
 
 from export.quality import measure_bundle
 from export.run import ExportRequest, export_run
-from tests.fixtures.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, trained
+from tests.fixtures.tiny_runs import (
+    tiny_image_recipe,
+    tiny_label_recipe,
+    tiny_label_run,
+    tiny_text_run,
+    trained,
+)
 from tests.unit.test_training_data import pieces, rows, table
 from train.__main__ import main
-from train.checkpoint import read_facts
+from train.checkpoint import RECIPE, read_facts
 from train.data import check_same_meaning, open_dataset, open_measured
 from train.data.labelled import LabelledDataset
 from train.data.tables import DataError, read_table
@@ -106,6 +112,25 @@ def test_a_missing_column_alone_is_named(tmp_path: Path) -> None:
 def test_a_validation_table_is_refused_not_ignored() -> None:
     with pytest.raises(RecipeError, match=r"data\.validation needs .* has data\.test"):
         load_recipe("classifier", ["data.validation=held.csv"])
+
+
+def test_half_a_training_is_measured_and_exported_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ("run.keep=best", "run.patience=1", "run.evaluate_every=2", "run.checkpoint_every=3")
+    ended = trained(tiny_label_recipe("optim.iterations=9", *best), tmp_path / "best")
+    assert evaluate_run(ended, [1], rows=2).rows and "trained to its end" not in caplog.text
+    run = tiny_label_run(tmp_path, "optim.iterations=2")
+    assert evaluate_run(run, [1], rows=2).rows and "trained to its end" not in caplog.text
+    kept = json.loads((run / RECIPE).read_text())
+    kept["recipe"]["optim"]["iterations"] = 5
+    (run / RECIPE).write_text(json.dumps(kept))
+    assert evaluate_run(run, [1], rows=2).rows
+    assert "has not been trained to its end (2 of 5 iterations)" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("export.run.export_model", lambda *_: None)
+    export_run(run, ExportRequest(tmp_path / "bundle", (1,)), say=lambda line: None)
+    assert "has not been trained to its end (2 of 5 iterations)" in caplog.text
 
 
 def test_another_table_is_measured_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
