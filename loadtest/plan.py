@@ -172,7 +172,7 @@ class Plan:
         self._offers = {offer.model: offer for offer in offers}
         self._objective = parse_objective(terms.objective)
         self._labelled = self._read_labelled()
-        self._prompts = read_prompts(Path(terms.prompts)) if terms.prompts else ()
+        self._prompts = self._read_prompts()
         self._objective.check(self.weights, bool(self._labelled))
         first = sender * _APART
         seed = terms.seed + first
@@ -284,6 +284,16 @@ class Plan:
     def _lay(self) -> Schedule:
         trace = read_trace(Path(self.terms.trace)) if self.terms.shape == "replay" else []
         return Scheduler(self.terms, self.weights, trace).lay()
+
+    def _read_prompts(self) -> tuple[str, ...]:
+        if not self.terms.prompts:
+            return ()
+        if all(one.endpoint == "classify" for one in self.weights):
+            raise PromptsError(
+                f"The prompts {self.terms.prompts} are for models that generate, and the mix has "
+                "none. --labels FILE has texts to classify."
+            )
+        return read_prompts(Path(self.terms.prompts))
 
     def _read_labelled(self) -> dict[str, list[LabelledText]]:
         """The texts with labels of each model that knows these labels, in an order by seed."""

@@ -163,6 +163,8 @@ def test_prompts_of_ones_own_are_sent_in_their_order(tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(PromptsError, match=says):
             Plan(Terms(prompts=str(file)), OFFERS)
+    with pytest.raises(PromptsError, match="the mix has none"):
+        Plan(Terms(mix="classify@sentiment:1", prompts=str(file)), OFFERS)
 
 
 def test_known_labels_make_answers_right_or_wrong(tmp_path: Path) -> None:
