@@ -54,6 +54,9 @@ def test_a_file_is_the_training_table_and_its_test_table_stands_beside_it(tmp_pa
     config = table(str(tmp_path / "mine.csv"), test="test.csv")
     assert read_table(config, "train.csv") == [("a", "x"), ("b", "y")]
     assert read_table(config, "test.csv") == [("c", "x")]
+    absent = dataclasses.replace(config, test="no.csv")
+    with pytest.raises(DataError, match=r"no\.csv does not exist: data\.test is a path .*mine"):
+        read_table(absent, "no.csv")
 
 
 def test_columns_by_number_where_there_is_no_header(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def table_path(config: DataConfig, name: str) -> Path:
     path = base / name
     if base.is_file():  # the training table itself; a test table stands beside it
         path = base.parent / name if name == config.test else base
+        if not path.is_file():
+            raise DataError(f"{path} does not exist: data.test is a path from the folder of {base}")
     if not path.is_file():
         raise DataError(f"{path} does not exist: pass --data FOLDER, the folder that holds {name}")
     return path
