@@ -228,8 +228,8 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
         missing = " and ".join(column for column in wanted if column not in known)
         raise DataError(
             f"{where}: no column {missing}; there are {', '.join(there)}. "
-            "Name yours with --text COLUMN --label COLUMN. Commas or semicolons separate columns, "
-            "tabs in .tsv."
+            "Name yours with --text COLUMN --label COLUMN, or number them from 0 if the first row "
+            "is no header. Commas or semicolons separate columns, tabs in .tsv."
         ) from None
     return " ".join(texts), label
 
