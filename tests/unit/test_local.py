@@ -27,10 +27,15 @@ from serve.predict import LONGEST_CELL, _label_of_each, _Text, _words
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
-from tests.fixtures.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle, news_bundle
 
 ZOO = Path(__file__).parents[2] / "zoo"
 TEXTS = ["Stocks fell on Monday", "The team scored twice", "A new phone", "x " * 500]
+
+
+def news() -> Path:
+    """The folder of a tiny bundle that answers about these texts as the one of the zoo."""
+    return news_bundle().folder
 
 
 def test_labels_are_those_of_the_graphs_in_their_order() -> None:
@@ -52,13 +57,13 @@ def test_labels_are_those_of_the_graphs_in_their_order() -> None:
 
 def test_the_settings_of_a_server_are_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPDIAL_PORT", "the usual one")
-    with serve.load(ZOO / "topics", threads=1) as model:
+    with serve.load(news(), threads=1) as model:
         assert model.classify(TEXTS[:1])[0].label == "Business"
 
 
 def test_more_rows_than_one_job_takes() -> None:
-    with serve.load(ZOO / "topics", threads=1) as model:
-        texts = [" ".join(["word"] * (1 + i % 30)) for i in range(150)]
+    with serve.load(news(), threads=1) as model:
+        texts = [" ".join(["a"] * (1 + i % 30)) for i in range(150)]
         found = model.classify(texts, effort="low")
         assert len(found) == 150
         alone = [model.classify([texts[i]], effort="low")[0] for i in (0, 77, 149)]
@@ -97,11 +102,11 @@ def test_what_is_no_list_of_texts_is_refused(
     inputs: Any, options: dict[str, Any], said: str
 ) -> None:
     with (
-        serve.load(ZOO / "topics", threads=1) as model,
+        serve.load(news(), threads=1) as model,
         pytest.raises(InvalidField, match=said),
     ):
         model.classify(inputs, **options)
-    with pytest.raises(ValueError, match="topics is closed"):
+    with pytest.raises(ValueError, match="tiny-news is closed"):
         model.classify(["a"])
 
 
@@ -160,7 +165,7 @@ def test_what_cannot_be_predicted_is_said(
     flags: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = write_rows(tmp_path / "in.csv")
-    assert main(["predict", str(ZOO / "topics"), "--input", str(table), *flags]) == 2
+    assert main(["predict", str(news()), "--input", str(table), *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and printed.out == ""
 
@@ -168,12 +173,12 @@ def test_what_cannot_be_predicted_is_said(
 def test_without_a_name_of_a_column_a_table_with_a_header_is_read_by_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Of `topics` the columns of the training were numbers.
+    # The columns of the training were numbers.
     table = tmp_path / "in.csv"
     table.write_text("id,text\n1,Stocks fell\n")
     assert "1,Stocks fell,Business," in predicted(table, capsys=capsys)[1]
     table.write_text("id,body\n1,Stocks fell\n")
-    assert main(["predict", str(ZOO / "topics"), "--input", str(table)]) == 2
+    assert main(["predict", str(news()), "--input", str(table)]) == 2
     said = capsys.readouterr()
     assert "has id, body: name those of the texts with --text" in said.err and not said.out
     table.write_text('1,2,"Stocks fell"\n')
@@ -183,14 +188,14 @@ def test_without_a_name_of_a_column_a_table_with_a_header_is_read_by_it(
 def test_texts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "in.csv"
     table.write_text(f"text\nStocks fell\n{'Shares slide. ' * 99}\n")
-    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "1"]
+    words = ["predict", str(news()), "--input", str(table), "--steps", "1"]
     assert main(words) == 0
     assert "1 text was longer than the model reads, and cut" in capsys.readouterr().err
 
 
 def test_half_a_character_in_another_column_is_handed_on() -> None:
     data = b'{"text": "Stocks fell", "x": "\\ud800", "y": "\xc3\xa4"}\n{"x": 1}\n'
-    command = [sys.executable, "-m", "stepdial", *PIPED]
+    command = [sys.executable, "-m", "stepdial", "predict", str(news()), *PIPED]
     done = subprocess.run(command, input=data, capture_output=True, cwd=ZOO.parent, timeout=60)
     assert done.returncode == 0 and b"1 row without a text has no label" in done.stderr
     first, second = (json.loads(line) for line in done.stdout.splitlines())
@@ -214,7 +219,7 @@ def test_the_end_of_its_process_leaves_no_half_of_a_table(tmp_path: Path) -> Non
 
 
 def test_a_process_that_gets_no_time_waits_for_its_answers(tmp_path: Path) -> None:
-    with LocalModel(ZOO / "topics", threads=1) as model:
+    with LocalModel(news(), threads=1) as model:
         patience = model._engine._patience
         assert patience.stall_s == patience.stall_unknown_s == math.inf
 
@@ -264,7 +269,7 @@ TABLES = {
 }
 
 
-PIPED = ("predict", str(ZOO / "topics"), "--input", "-", "--text", "text", "--steps", "1")
+PIPED = ("--input", "-", "--text", "text", "--steps", "1")
 Piped = Callable[..., tuple[int, str, str]]
 
 
@@ -275,7 +280,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def run(data: bytes, *flags: str) -> tuple[int, str, str]:
         given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))
         monkeypatch.setattr(sys, "stdin", given)
-        return main([*PIPED, *flags]), *capsys.readouterr()
+        return main(["predict", str(news()), *PIPED, *flags]), *capsys.readouterr()
 
     return run
 
@@ -366,7 +371,7 @@ def test_a_file_without_line_ends_is_not_read_whole(
     monkeypatch.setattr("serve.predict.LONGEST_LINE", 1000)
     table = tmp_path / f"in.{kind}.gz"
     table.write_bytes(gzip.compress((TABLES[kind].strip() + "\n" + "a" * 5000).encode()))
-    assert main(["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]) == 2
+    assert main(["predict", str(news()), "--input", str(table), "--text", "text"]) == 2
     assert "longer than 1,000 characters: is this a table?" in capsys.readouterr().err
 
 
@@ -406,7 +411,7 @@ def test_a_closed_standard_stream_is_named(
     table.write_text(TABLES["csv"])
     monkeypatch.setattr(sys, stream, None)  # as Python sets it where the descriptor is closed
     source = "-" if stream == "stdin" else str(table)
-    assert main(["predict", str(ZOO / "topics"), "--input", source, "--text", "text"]) == 2
+    assert main(["predict", str(news()), "--input", source, "--text", "text"]) == 2
     assert f"standard {stream[3:]}put is closed" in capfd.readouterr().err
 
 
@@ -414,7 +419,7 @@ def test_an_archive_that_cannot_be_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(classify_bundle().folder)
-    rows = "".join(f"{n * 7919}\n" for n in range(20_000))
+    rows = "".join(f"{n * 7919}\n" for n in range(8000))
     for pack, name in ((gzip, "in.csv.gz"), (lzma, "in.csv.xz")):
         whole = pack.compress(f"text\n{rows}".encode())
         altered = whole[:9000] + bytes(byte ^ 255 for byte in whole[9000:9100]) + whole[9100:]
@@ -487,7 +492,7 @@ def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     with table.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
     table.chmod(0o640)
-    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--output", str(table)]
+    words = ["predict", str(news()), "--input", str(table), "--output", str(table)]
     assert main([*words, "--text", "text", "--steps", "1"]) == 0
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -503,7 +508,7 @@ def test_ends_of_lines_within_a_cell_stay_there(tmp_path: Path, end: str) -> Non
     source, out = tmp_path / "in.csv", tmp_path / "out.csv"
     with source.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
-    words = ["predict", str(ZOO / "topics"), "--input", str(source), "--output", str(out)]
+    words = ["predict", str(news()), "--input", str(source), "--output", str(out)]
     assert main([*words, "--steps", "1"]) == 0
     with out.open(newline="", encoding="utf-8") as file:
         assert [row[:2] for row in csv.reader(file)] == rows
@@ -555,7 +560,7 @@ def test_an_older_output_is_kept_if_prediction_fails(
     source, out = tmp_path / f"in.{kind}", tmp_path / f"out.{kind}"
     source.write_text(table, encoding="latin-1")
     out.write_text("dear\n")
-    words = ["predict", str(ZOO / "topics"), "--input", str(source), "--output", str(out)]
+    words = ["predict", str(news()), "--input", str(source), "--output", str(out)]
     assert main([*words, "--text", "text", *flags]) == 2
     assert said in capsys.readouterr().err
     assert out.read_text() == "dear\n"
@@ -570,13 +575,13 @@ def test_a_cell_or_a_number_that_is_too_long_is_named(
         ("in.jsonl", '{"text": 1' + "0" * 5000 + "}\n", "line 1: not valid JSON: "),
     ):
         (tmp_path / name).write_text(content)
-        words = ["predict", str(ZOO / "topics"), "--input", str(tmp_path / name)]
+        words = ["predict", str(news()), "--input", str(tmp_path / name)]
         assert main([*words, "--text", "text"]) == 2
         assert said in capsys.readouterr().err
 
 
 def predicted(table: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "1", *flags]
+    words = ["predict", str(news()), "--input", str(table), "--steps", "1", *flags]
     assert main(words) == 0
     return capsys.readouterr().out.split("\n")
 
@@ -606,7 +611,7 @@ def test_a_table_without_a_header_gets_none(
 def test_a_file_that_is_not_there_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["predict", str(ZOO / "topics"), "--input", str(tmp_path / "no.csv")]) == 2
+    assert main(["predict", str(news()), "--input", str(tmp_path / "no.csv")]) == 2
     assert capsys.readouterr().err == f"stepdial predict: there is no file {tmp_path / 'no.csv'}\n"
 
 
@@ -615,7 +620,7 @@ def test_a_row_without_a_text_has_no_label(
 ) -> None:
     table = tmp_path / "in.jsonl"
     table.write_text('{"text": "Stocks fell"}\n{"text": " "}\n{"text": null}\n{"id": 3}\n')
-    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+    words = ["predict", str(news()), "--input", str(table), "--text", "text"]
     assert main(words) == 0
     printed = capsys.readouterr()
     labels = [json.loads(line)["predicted_label"] for line in printed.out.splitlines()]
@@ -627,7 +632,7 @@ def test_sample_continues_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sample", str(ZOO / "shakespeare"), "--prompt", "ROMEO:", "--max-tokens", "12"]
     assert main([*words, "--seed", "3", "--threads", "1"]) == 0
     assert 0 < len(capsys.readouterr().out) <= 13
-    assert main(["sample", str(ZOO / "topics"), "--prompt", "a"]) == 2
+    assert main(["sample", str(news()), "--prompt", "a"]) == 2
     assert "is for the task classify" in capsys.readouterr().err
 
 
