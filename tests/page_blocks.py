@@ -111,6 +111,7 @@ def served(block: Block, folder: Path, programs: Sequence[Path] = ()) -> Iterato
     environment = _environment(programs) | {
         "STEPDIAL_PORT": "0",
         "MAKEFLAGS": "PORT=0",
+        "STEPDIAL_THREADS": "1",  # those of two would wait for each other on a busy machine
         "PIP_DRY_RUN": "1",  # whatever a page starts, it installs nothing here
     }
     command = ["bash", "-euo", "pipefail", "-c", block.text]
