@@ -112,11 +112,24 @@ def test_every_family_converts_exports_verifies_and_answers(
         np.testing.assert_allclose(model.classifier(steps).run(tokens), expected, atol=1e-4)
 
 
+def minilm_request(rank: int, teacher: Path | None = None) -> Conversion:
+    few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
+    return Conversion(
+        rank=rank, max_tokens=24, epochs=3, teacher=teacher, teacher_epochs=3, overrides=few
+    )
+
+
+@pytest.fixture(scope="module")
+def converted_minilm(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a table, and the run that MiniLM becomes with it."""
+    folder = tmp_path_factory.mktemp("minilm")
+    table = write_table(folder / "table.csv", 120)
+    convert(str(minilm), folder / "run", minilm_request(0), str(table), quiet=True)
+    return folder
+
+
 @pytest.mark.minilm
-@pytest.mark.parametrize("rank", [0, 44])
-def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
-    rank: int, minilm: Path, tmp_path: Path
-) -> None:
+def test_minilm_of_the_hub_is_read_as_transformers_reads_it(minilm: Path) -> None:
     original = read_original(minilm)
     # As BERT's uncased tokenizer reads it: golden ids.
     text = "Stocks fell sharply on Monday, didn't they?"
@@ -129,14 +142,22 @@ def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
         found = ours.velocity(start.state, *start.context)
         expected = theirs(tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    table = write_table(tmp_path / "table.csv", 120)
-    few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
-    request = Conversion(rank=rank, max_tokens=24, epochs=3, teacher_epochs=3, overrides=few)
-    convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("rank", [0, 44])
+def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
+    rank: int, minilm: Path, converted_minilm: Path, tmp_path: Path
+) -> None:
+    run = converted_minilm / "run"
+    if rank:
+        request, table = minilm_request(rank, run / "teacher"), converted_minilm / "table.csv"
+        run = tmp_path / "run"
+        convert(str(minilm), run, request, str(table), quiet=True)
     asked = ExportRequest(
         tmp_path / "bundle", (1, 2, 3), precision="int8", samples=12, latency=False
     )
-    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    bundle = export_run(run, asked, say=lambda _: None)
     assert sum(entry.bytes for entry in bundle.manifest.files.values()) < 20e6
     with load(tmp_path / "bundle", threads=1) as model:
         labels = model.classify(["the film was lovely", "an awful scene"], steps=3)
