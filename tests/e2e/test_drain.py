@@ -185,6 +185,20 @@ def test_requests_that_come_later_do_not_keep_the_server() -> None:
             over.set()
 
 
+def test_a_request_that_begins_later_and_never_ends_does_not_keep_the_server() -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS) as server, begun(server, sent[:-1]) as early:
+        server.wait_until_it_has_read()
+        server.terminate()
+        while httpx.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        with begun(server, sent[:20]):  # in the head
+            server.wait_until_it_has_read()
+            early.sendall(sent[-1:])
+            assert status_of(until_closed(early, 10)) == 200
+            assert server.wait(10) == 0  # of the 30 s that it may take
+
+
 def test_what_is_left_after_the_grace_gets_its_error() -> None:
     sent = head(len(GOOD)) + GOOD
     with server_process(FOLDERS, "--drain-s", "0.5", "--access-log") as server:
