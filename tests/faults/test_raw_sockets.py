@@ -65,39 +65,44 @@ def test_a_body_that_grows_beyond_the_limit(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "bytes_sent",
+    ("bytes_sent", "expected"),
     [
-        b"\r\n\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"\x00" * 100,
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x01" * 50,
-        b"POST /v1/classify HTTP/9.9\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        head("-1"),
-        head("ten"),
-        head("1, 2"),
-        head(5, "content-length: 6") + b"12345",
-        head(5, "transfer-encoding: chunked") + b"zz\r\n",
-        head(None, "transfer-encoding: chunked") + b"fffffffffffffffff\r\n",
-        head(14, "bad header") + GOOD,
-        head(14, "x: \x00") + GOOD,
-        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET /%zz%00%ff HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET //v1//models HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET http://elsewhere/v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET /v1/models/" + b"a" * 60_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-        head(14, *[f"x-{number}: {'y' * 100}" for number in range(500)]) + GOOD,
-        head(14, "x-request-id: \xff\xfe") + GOOD,
-        head(14, "expect: 100-continue") + GOOD,
-        head(14, "connection: upgrade", "upgrade: websocket") + GOOD,
+        (b"\r\n\r\n\r\n", None),  # a request may yet come
+        (b"GET\r\n\r\n", 400),
+        (b"\x00" * 100, 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x01" * 50, 400),
+        (b"POST /v1/classify HTTP/9.9\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (head("-1"), 400),
+        (head("ten"), 400),
+        (head("1, 2"), 400),
+        (head(5, "content-length: 6") + b"12345", 400),
+        (head(5, "transfer-encoding: chunked") + b"zz\r\n", 400),
+        (head(None, "transfer-encoding: chunked") + b"fffffffffffffffff\r\n", 400),
+        (head(14, "bad header") + GOOD, 400),
+        (head(14, "x: \x00") + GOOD, 400),
+        (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET /%zz%00%ff HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"GET //v1//models HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"GET http://elsewhere/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 200),
+        (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET /v1/models/" + b"a" * 60_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+        (head(14, *[f"x-{number}: {'y' * 100}" for number in range(500)]) + GOOD, 431),
+        (head(14, "x-request-id: \xff\xfe") + GOOD, 200),
+        (head(14, "expect: 100-continue") + GOOD, 200),
+        (head(14, "connection: upgrade", "upgrade: websocket") + GOOD, 200),
     ],
-    ids=lambda sent: repr(sent[:24]),
+    ids=lambda sent: repr(sent[:24]) if isinstance(sent, bytes) else None,
 )
-def test_strange_requests_get_no_5xx(server: ServerProcess, bytes_sent: bytes) -> None:
-    received = exchange(server, bytes_sent, wait_s=1.5)
-    assert received == b"" or status(received) < 500, received[:200]
+def test_strange_requests_get_no_5xx(
+    server: ServerProcess, bytes_sent: bytes, expected: int | None
+) -> None:
+    received = exchange(server, bytes_sent, wait_s=5 if expected else 1)
+    if not received:  # while bytes are still coming, what the server wrote may be lost on the way
+        assert expected is None or len(bytes_sent) > 10_000
+    else:
+        assert status(received) == expected
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "banana", "gzip", "identity, chunked"])
