@@ -132,15 +132,16 @@ def server_process(
         banner, url = await_banner(process, lines)
         yield ServerProcess(process, url, banner, lines, readers)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for reader in readers:
-            reader.join()
+        try:
+            if process.poll() is None:
+                process.terminate()
+                status = process.wait(20)
+                assert status == 0, f"the server ended with {status}"
+        finally:
+            process.kill()
+            process.wait()
+            for reader in readers:
+                reader.join()
 
 
 def listen_to(*files: int) -> tuple["Queue[str]", list[Thread]]:
