@@ -57,7 +57,7 @@ def kept(file: Path) -> dict[str, Any]:
 
 def test_answers_that_workers_wait_for_at_the_end_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    flags = ("--users", "3", "--workers", "2", "--duration", "6s", "--out", str(file))
+    flags = ("--users", "3", "--workers", "2", "--duration", "3s", "--out", str(file))
     with running_stub(service_s=0.7) as stub, started(stub.url, *flags) as test:
         printed, said = test.communicate(timeout=60)
         sent = len(stub.bodies)
@@ -73,7 +73,7 @@ def test_an_interrupted_open_loop_reports_what_there_was(
     number: signal.Signals, workers: tuple[str, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "report.json"
-    flags = ["--shape", "constant", "--rate", "20", "--duration", "10m", "--warm-up", "0.2"]
+    flags = ["--shape", "constant", "--rate", "40", "--duration", "10m", "--warm-up", "0.2"]
     flags += ["--objective", "latency_p50_ms<0.001", "--out", str(file), *workers]
     with running_stub() as stub, started(stub.url, *flags) as test:
         wait_for(lambda: len(stub.bodies) > 60)
@@ -84,7 +84,7 @@ def test_an_interrupted_open_loop_reports_what_there_was(
     assert test.returncode == 1, "the objective was missed"
     assert record["health"]["sent"] == record["health"]["planned"] == sent
     assert record["errors"] == 0
-    assert record["stages"][0]["offered_per_s"] == pytest.approx(20.0, rel=0.1)
+    assert record["stages"][0]["offered_per_s"] == pytest.approx(40.0, rel=0.1)
     assert record["ended_early"] and "ended early" in printed
     assert "Traceback" not in said and "KeyboardInterrupt" not in said, said
 
@@ -143,7 +143,7 @@ def test_refused_callers_come_back_when_they_were_told_to(tmp_path: Path) -> Non
     file = tmp_path / "report.json"
     with running_stub({1: "refuse_for_a_second"}, UNHURRIED_S) as stub:
         for rest, most in (("10", 9), ("0.01", 10_000)):
-            flags = ("--users", "3", "--duration", "3s", "--max-rest", rest, "--out", str(file))
+            flags = ("--users", "3", "--duration", "2.5s", "--max-rest", rest, "--out", str(file))
             with started(stub.url, *flags) as test:
                 printed, said = test.communicate(timeout=60)
             record = kept(file)
