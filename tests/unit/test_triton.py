@@ -176,10 +176,13 @@ def tokenizing_model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ask(model: Any, *texts: str) -> Any:
-    utils = sys.modules["triton_python_backend_utils"]
-    array = np.array([[text.encode()] for text in texts], dtype=object)
-    (response,) = model.execute([{"text": utils.Tensor("text", array)}])
+    (response,) = model.execute([request_of(*texts)])
     return response
+
+
+def request_of(*texts: str) -> dict[str, Any]:
+    utils = sys.modules["triton_python_backend_utils"]
+    return {"text": utils.Tensor("text", np.array([[one.encode()] for one in texts], dtype=object))}
 
 
 @pytest.mark.parametrize("truncated", [True, False])
@@ -202,6 +205,11 @@ def test_the_tokenizing_model_makes_the_tokens_that_the_server_makes(
     (short,) = ask(model, TEXTS[0]).tensors
     assert short.array.shape == (1, 16)
     assert "empty" in ask(model, "fine", "").error
+    # Triton hands over what waits together; each request gets an answer of its own.
+    one, wrong, other = model.execute(list(map(request_of, (TEXTS[0], "", TEXTS[1]))))
+    assert "empty" in wrong.error and one.error is other.error is None
+    for response, tokens in ((one, wanted[0]), (other, wanted[1])):
+        assert response.tensors[0].array[0, : len(tokens)].tolist() == tokens
 
 
 def test_a_tokenizer_of_characters_names_the_one_that_it_does_not_know(
