@@ -136,6 +136,7 @@ def test_min_steps_hold_whatever_comes() -> None:
     requests = poisson(3 * RATE, 4.0, 1, 0.25, choices=(4, 8))
     requests += poisson(RATE, 4.0, 2, None, choices=(2, 4))
     simulation.run(requests)
+    assert {one for request in requests for one in request.taken} == {2, 4, 8}
     for request in requests:
         assert set(request.taken) <= set(request.choices)
 
