@@ -42,6 +42,7 @@ _OWN_OUTPUTS = (
     "benchmarks/papers/*.json",
     "benchmarks/papers/plots",
     "benchmarks/papers/README.md",
+    "docs/results.md",
 )
 
 

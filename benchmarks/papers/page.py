@@ -1,4 +1,4 @@
-"""Writes benchmarks/papers/README.md and its pictures from what was kept and the published figures.
+"""Writes docs/results.md, benchmarks/papers/README.md and its pictures from what was kept.
 
     python -m benchmarks.papers.page
     python -m benchmarks.papers.page --tables --runs RUNS
@@ -433,8 +433,12 @@ def _lost(run: Measured) -> float | None:
 PUBLISHED = Path(__file__).parent / "published.toml"
 EXTRA = Path(__file__).parent  # theory.json, and what benchmarks.robustness keeps there
 PAGE = Path(__file__).parent / "README.md"
+CLAIMS = Path(__file__).parents[2] / "docs" / "results.md"
 PICTURES = Path(__file__).parent / "plots"
 _HEAD = """# The experiments of the papers
+
+Every table, and a picture of every training. [docs/results.md](../../docs/results.md) has the
+claims of the papers with a verdict on each.
 
 Written by `python -m benchmarks.papers.page` from `measured/*.json`, `screened/*.json`,
 `published.toml` and `screens.toml` of `benchmarks/papers`; do not edit. Quality is on held-out
@@ -442,6 +446,11 @@ data: accuracy in %, loss in nats a token. "Evaluations" are passes of a batch t
 in training: what training cost. Where several seeds were trained, a cell is their mean ± their
 standard deviation.
 """
+_CLAIMS_HEAD = """# Results: what the papers claim, and what was found here
+
+All tables and pictures are in [benchmarks/papers](../benchmarks/papers/README.md). How fast and
+how good the server and its models are stands in [RESULTS.md](../benchmarks/RESULTS.md).
+`python -m benchmarks.papers.page` writes this page; do not edit it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -457,11 +466,13 @@ def main(arguments: Sequence[str]) -> int:
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     experiments = published["experiment"]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page = render(published, groups, read_screens(), read_all(SCREENED), read_extra())
+    extra = read_extra()
+    CLAIMS.write_text(render_claims(published, groups, extra), encoding="utf-8")
+    page = render(published, groups, read_screens(), read_all(SCREENED), extra)
     PAGE.write_text(page, encoding="utf-8")
     for experiment in experiments:
         _draw(experiment, groups)
-    print(f"written: {PAGE}")
+    print(f"written: {CLAIMS}\nwritten: {PAGE}")
     return 0
 
 
@@ -490,7 +501,7 @@ def render(
     screened: Groups,
     kept: Sequence[Result] = (),
 ) -> str:
-    """The text of the page."""
+    """The page of all tables."""
     experiments: Sequence[dict[str, Any]] = published["experiment"]
     named = {group for experiment in experiments for group in experiment["runs"]}
     unknown = sorted(set(groups) - named)
@@ -502,8 +513,7 @@ def render(
         raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
     frontier = published.get("frontier")
     extra = {one.name: one for one in kept}
-    sections = [_overview(published, groups, extra)] if published.get("claim") else []
-    sections += tables_sections(published, groups)
+    sections = tables_sections(published, groups)
     sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
     differs = {name: said for one in experiments for name, said in one.get("differs", {}).items()}
@@ -653,19 +663,20 @@ def _missing(what: str, group: str) -> str:
     return f"{what} (`{group}`)"
 
 
-def _overview(published: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]) -> str:
-    """The first page: claims and verdicts paper by paper, then what is not as in the papers."""
+def render_claims(published: Mapping[str, Any], groups: Groups, kept: Sequence[Result] = ()) -> str:
+    """The page of claims and verdicts, paper by paper, and what is not as in the papers."""
+    extra = {one.name: one for one in kept}
     claims = published["claim"]
     counted = [
         said.format(count)
         for state, (said, _) in STATES.items()
         if (count := sum(one["state"] == state for one in claims))
     ]
-    parts = ["## What the papers claim, and what was found here", published["claims_note"].strip()]
+    parts = [_CLAIMS_HEAD, published["claims_note"].strip()]
     parts.append(f"Of {len(claims)} claims {', '.join(counted)}.")
     for source in dict.fromkeys(one["source"] for one in claims):
         ours = [one for one in claims if one["source"] == source]
-        parts += [f"### {source}", _claims(ours, groups, extra)]
+        parts += [f"## {source}", _claims(ours, groups, extra)]
     parts.append(published["open_note"].strip())
     gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
     if gaps:

@@ -17,11 +17,13 @@ from benchmarks.papers import page as papers_page
 from benchmarks.papers.measure import latencies, main
 from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.page import (
+    CLAIMS,
     PAGE,
     PICTURES,
     PUBLISHED,
     read_extra,
     render,
+    render_claims,
     tables_sections,
 )
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
@@ -38,6 +40,8 @@ def test_the_page_is_what_the_script_writes() -> None:
     kept = read_all(), read_screens(), read_all(SCREENED)
     rendered = render(PUBLISHED_FACTS, *kept, read_extra())
     assert PAGE.read_text(encoding="utf-8") == rendered
+    claims = render_claims(PUBLISHED_FACTS, kept[0], read_extra())
+    assert CLAIMS.read_text(encoding="utf-8") == claims
 
 
 def test_every_picture_of_the_page_is_there() -> None:
@@ -100,7 +104,7 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     facts = copy.deepcopy(PUBLISHED_FACTS)
     for claim in facts["claim"]:
         claim.setdefault("differs", "another text")
-    page = render(facts, groups, {}, {})
+    page = render_claims(facts, groups)
     assert "| RK4: 25.0 BLEU, 1 seed<br>Not run yet: residual (`translation-residual`), " in page
     assert "| baseline, 60k: 90.00 %, 1 seed<br>Not run yet: " in page
     assert f"| residual: {math.exp(5):.1f}, 1 seed<br>Not run yet: RK2 (`ode-" in page
@@ -116,16 +120,18 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     )
     target = Target("models with lambda > T L² that are steeper than the bound", 3, "==", 0)
     proven = provenance.result("theory", "The theorem, tried", "", [], [target])
+    claims = render_claims(facts, groups, [robust, proven])
+    assert "OT: 97.00 ± 1.00 to 90.00 ± 2.00 %, 3 seeds" in claims
+    assert "steeper than the bound: 3" in claims
     page = render(facts, groups, {}, {}, [robust, proven])
-    assert "OT: 97.00 ± 1.00 to 90.00 ± 2.00 %, 3 seeds" in page and "## The theorem, tried" in page
-    assert "steeper than the bound: 3" in page.partition("## What is not")[0]
+    assert "## The theorem, tried" in page
     noise = page.partition("## Robustness")[2]
     assert "| mnist | OT, lambda 0.005 | 20 | 3 | 97.00 ± 1.00 | 90.00 ± 2.00 |" in noise
 
 
 def test_claims_stand_by_their_paper_and_are_counted() -> None:
-    overview = PAGE.read_text(encoding="utf-8").partition("## What is not")[0]
-    head, *papers = overview.split("\n### ")
+    overview = CLAIMS.read_text(encoding="utf-8").partition("## What is not")[0]
+    head, *papers = overview.split("\n## ")
     claims = PUBLISHED_FACTS["claim"]
     states = [claim["state"] for claim in claims]
     for state, (said, verdict) in papers_page.STATES.items():
@@ -147,7 +153,7 @@ def test_a_figure_beside_a_claim_says_what_is_not_as_in_the_paper() -> None:
     (claim,) = [one for one in facts["claim"] if "nanoGPT ends at" in one["paper"]]
     del claim["differs"]
     with pytest.raises(ValueError, match="figures stand beside 'The transport cost keeps"):
-        render(facts, read_all(), {}, {})
+        render_claims(facts, read_all())
 
 
 def test_noise_beside_the_papers_says_what_is_not_as_there() -> None:
