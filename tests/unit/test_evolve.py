@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from tests.traced import check_trace
 from train.blocks import RandomFeedForward, RandomLinear, rotation
-from train.families import EvolvedBlock, EvolvedLayer, EvolvedStack, EvolvingLogits
+from train.families import (
+    EvolvedAttention,
+    EvolvedBlock,
+    EvolvedLayer,
+    EvolvedStack,
+    EvolvingLogits,
+)
 
 Kind = Literal["full", "random"]
 WIDTH, HEADS, DEPTH, HIDDEN = 8, 2, 3, 16
@@ -87,6 +93,49 @@ def test_the_numbers_of_two_heads_are_those_worked_out_by_hand() -> None:
     expected = torch.stack([head0, head1])[None].double()
     found = logits.evolve(logits.begin(x, x, None), 0)
     torch.testing.assert_close(found, expected)
+
+
+# What the layers of the released code give to `waves(201, 1, 3, 4)` at depths 1 and 2, with the
+# weights of the test below; its own text was run, with torch in place of TensorFlow.
+RELEASED = (
+    (
+        (0.66809076, 0.83066416, 0.60256323, 0.0910674),
+        (0.69786118, 0.97241563, 0.78962781, 0.23546569),
+        (0.62867485, 0.79006392, 0.57987359, 0.09695965),
+    ),
+    (
+        (0.76184536, -0.1514268, -0.99348056, -1.3682849),
+        (0.22421458, 0.15611162, 0.01458692, -0.13379824),
+        (0.72640959, -0.16457669, -0.97815997, -1.33169934),
+    ),
+)
+
+
+def waves(start: int, *shape: int) -> Tensor:
+    """Numbers that look like none of a model, the same everywhere."""
+    places = torch.arange(start, start + math.prod(shape)).double()
+    return torch.sin(places * 0.7).view(shape)
+
+
+def test_attention_gives_the_numbers_of_the_released_code() -> None:
+    width, heads = 4, 2
+    logits = EvolvingLogits(width, heads, len(RELEASED)).double()
+    x = waves(201, 1, 3, width)
+    with torch.no_grad():
+        logits.query.weight.copy_(waves(1, 2 * width, 2 * width))
+        logits.key.weight.copy_(waves(101, 2 * width, 2 * width))
+        origin = logits.begin(x, x, None)
+        for layer, numbers in enumerate(RELEASED):
+            start = 300 + 100 * layer
+            logits.wave_scales[layer].copy_(waves(start, width))
+            attention = EvolvedAttention(width, heads).double()
+            attention.norm.weight.copy_(waves(start + 10, width))
+            attention.norm.bias.copy_(waves(start + 20, width))
+            attention.norm.eps = 1e-3  # that of Keras
+            attention.out.weight.copy_(waves(start + 30, width, width).T)
+            found = attention(logits.evolve(origin, layer), x)
+            expected = torch.tensor([numbers]).double()
+            torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
 
 
 def test_the_first_layer_of_a_block_is_what_its_formula_says() -> None:
