@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import itertools
 import math
+import re
 import statistics
+import string
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -326,11 +328,47 @@ def tables_sections(
     swept = [_sweep_table(one, groups, said) for one in published.get("sweep", [])]
     if not reduced and not swept:
         return []
-    return [
-        "\n\n".join(["## Fewer parameters", published["reduced_note"].strip(), *reduced]) + "\n",
-        "\n\n".join(["## What lambda and the steps buy", published["sweep_note"].strip(), *swept])
-        + "\n",
+    parts = [
+        ["## Fewer parameters", published["reduced_note"], *reduced],
+        [
+            "## The transport cost, setting by setting",
+            published["transport_note"],
+            _transport_table(published["transport"], groups, said),
+        ],
+        ["## What lambda and the steps buy", published["sweep_note"], *swept],
     ]
+    return ["\n\n".join(part.strip() for part in section) + "\n" for section in parts]
+
+
+def _transport_table(
+    settings: Sequence[Mapping[str, Any]], groups: AnyGroups, said: Callable[[str], str]
+) -> str:
+    """Each model with the cost beside the same one without, at few steps and at all."""
+    rows = []
+    for one in settings:
+        ours, others = (groups.get(one[name], []) for name in ("with", "without"))
+        absent = [one[name] for name in ("with", "without") if one[name] not in groups]
+        if absent:
+            rows.append([one["what"], "; ".join(map(said, absent)), *["–"] * 3])
+            continue
+        cells = [f"{ours[0].recipe['optim']['transport']:g}"]
+        cells += [_compared(ours, others, count) for count in (1, 2)]
+        cells.append(f"{_compared(ours, others, one['full'])}, {_count_name(one['full'])}")
+        rows.append([one["what"], *cells])
+    header = ["with / without the cost", "lambda of the recipe", "1 step", "2 steps", "full steps"]
+    return table(header, rows)
+
+
+def _compared(ours: Sequence[Measured], others: Sequence[Measured], count: int) -> str:
+    """Both means, the difference for the better, and in how many seeds it is one."""
+    beside = {run.seed: run for run in others}
+    pairs = [(run.need(count), beside[run.seed].need(count)) for run in ours if run.seed in beside]
+    metric = ours[0].need(count).metric
+    better, form = (-1, "{:+.3f}") if metric == "loss" else (1, "{:+.2f}")
+    ahead = [better * (a - b) for a, b in (figures(pair) for pair in pairs)]
+    means = " / ".join(_FORMS[metric].format(_mean(runs, count)) for runs in (ours, others))
+    seeds = f"{sum(one > 0 for one in ahead)} of {len(ahead)}"
+    return f"{means}: {mean([statistics.mean(ahead)], form) if ahead else '–'} ({seeds})"
 
 
 def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str]) -> str:
@@ -446,11 +484,11 @@ data: accuracy in %, loss in nats a token. "Evaluations" are passes of a batch t
 in training: what training cost. Where several seeds were trained, a cell is their mean ± their
 standard deviation.
 """
-_CLAIMS_HEAD = """# Results: what the papers claim, and what was found here
-
-All tables and pictures are in [benchmarks/papers](../benchmarks/papers/README.md). How fast and
-how good the server and its models are stands in [RESULTS.md](../benchmarks/RESULTS.md).
-`python -m benchmarks.papers.page` writes this page; do not edit it."""
+_CLAIMS_HEAD = "# Results: what the papers claim, and what was found here"
+_CLAIMS_END = """All tables and pictures are in [benchmarks/papers](../benchmarks/papers/README.md).
+How fast and how good the server and its models are stands in
+[RESULTS.md](../benchmarks/RESULTS.md). `python -m benchmarks.papers.page` writes this page; do not
+edit it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -566,24 +604,66 @@ STATES = {
 }
 
 
-def _claims(
+def _overview(
     claims: Sequence[Mapping[str, Any]], groups: Groups, extra: Mapping[str, Result]
 ) -> str:
-    """What the papers say, what was found here, and what to make of it."""
+    """A row a claim: what the paper has, what was found here, the verdict."""
     rows = []
-    for claim in claims:
-        found, missing = _evidence(claim, groups, extra)
-        if found and not claim.get("differs"):
-            raise ValueError(
-                f"figures stand beside {claim['paper']!r}; say under `differs` of published.toml "
-                "what is not as there"
-            )
-        cell = _joined(found)
-        if missing:
-            cell += f"{'<br>' if found else ''}Not run yet: {', '.join(missing)}"
-        verdict = f"**{STATES[claim['state']][1]}** {claim['verdict']}"
-        rows.append([claim["paper"], verdict, cell, claim["differs"] if found else "–"])
-    return table(["claim", "verdict", "found here", "not as in the paper"], rows)
+    for number, claim in enumerate(claims, start=1):
+        if number == 1 or claim["source"] != claims[number - 2]["source"]:
+            rows.append([f"**{claim['source']}**", "", "", ""])
+        link = f"[{claim['short']}](#{_anchor(_title_of(number, claim))})"
+        verdict = STATES[claim["state"]][1].rstrip(".")
+        rows.append([link, claim["paper"], _brief(claim, groups, extra), verdict])
+    return table(["claim", "in the paper", "here", "verdict"], rows)
+
+
+def _title_of(number: int, claim: Mapping[str, Any]) -> str:
+    return f"{number}. {claim['short']}"
+
+
+def _anchor(heading: str) -> str:
+    """The name of a heading, as GitHub gives it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _brief(claim: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]) -> str:
+    """The claim's figures in a few words: `{0}` in them is its first one, and so on."""
+    found = [shown for shown, _ in _shown(claim, groups, extra)]
+    needed = [int(name) for _, name, _, _ in string.Formatter().parse(claim["brief"]) if name]
+    if not found or not all(found[index] for index in needed):
+        return "not run yet"
+    told: str = claim["brief"].format(*map(_in_short, found))
+    return told
+
+
+def _in_short(shown: str) -> str:
+    """Of `OT: 96.61 ± 0.08 %, 3 seeds` the mean, to a tenth of a point or a hundredth of a nat."""
+    digits = 2 if " nats" in shown else 1
+    figure = shown.rpartition(": ")[2].partition(", ")[0]
+    means = re.sub(r" ± [\d.]+| (%|nats|BLEU)$", "", figure)
+    return re.sub(r"\d+\.\d+", lambda one: f"{float(one[0]):.{digits}f}", means)
+
+
+def _details(
+    number: int, claim: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]
+) -> str:
+    """What the paper says, what was found here, and what to make of it."""
+    shown = _shown(claim, groups, extra)
+    found = [figure for figure, _ in shown if figure]
+    missing = [asked for _, asked in shown if asked]
+    if found and not claim.get("differs"):
+        raise ValueError(
+            f"figures stand beside {claim['short']!r}; say under `differs` of published.toml "
+            "what is not as there"
+        )
+    where = f" ({claim['where']})" if claim.get("where") else ""
+    lines = [f"**{STATES[claim['state']][1]}** {claim['verdict']}", ""]
+    lines += [f"* In the paper{where}: {claim['paper']}"]
+    lines += [f"* Here: {_joined(found)}"] if found else []
+    lines += [f"* Not as in the paper: {claim['differs']}"] if found else []
+    lines += [f"* Not run yet: {', '.join(missing)}"] if missing else []
+    return f"### {_title_of(number, claim)}\n\n" + "\n".join(lines)
 
 
 def _joined(found: Sequence[str]) -> str:
@@ -594,10 +674,10 @@ def _joined(found: Sequence[str]) -> str:
     return "; ".join(found)
 
 
-def _evidence(
+def _shown(
     claim: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]
-) -> tuple[list[str], list[str]]:
-    """The figures for a claim, and what has no run yet."""
+) -> list[tuple[str, str]]:
+    """The figures for a claim in their order; where there is none, what to run."""
     shown = [_here(groups, *one) for one in claim.get("here", [])]
     shown += [_perplexity_here(groups, *one) for one in claim.get("perplexity", [])]
     shown += [_bleu_here(groups, *one) for one in claim.get("bleu", [])]
@@ -606,7 +686,7 @@ def _evidence(
         proven = extra.get("theory")
         shown += [(f"{one.what}: {one.shown}", "") for one in proven.targets] if proven else []
         shown += [] if proven else [("", "`python -m benchmarks.papers.theory`")]
-    return [found for found, _ in shown if found], [missing for _, missing in shown if missing]
+    return shown
 
 
 # Each of these gives a figure, or "", and what to run, or "".
@@ -673,14 +753,19 @@ def render_claims(published: Mapping[str, Any], groups: Groups, kept: Sequence[R
         if (count := sum(one["state"] == state for one in claims))
     ]
     parts = [_CLAIMS_HEAD, published["claims_note"].strip()]
-    parts.append(f"Of {len(claims)} claims {', '.join(counted)}.")
-    for source in dict.fromkeys(one["source"] for one in claims):
-        ours = [one for one in claims if one["source"] == source]
-        parts += [f"## {source}", _claims(ours, groups, extra)]
-    parts.append(published["open_note"].strip())
+    parts += ["## Overview", f"Of {len(claims)} claims {', '.join(counted)}."]
+    parts += [_overview(claims, groups, extra), published["how_note"].strip()]
+    source = ""
+    for number, claim in enumerate(claims, start=1):
+        if claim["source"] != source:
+            source = claim["source"]
+            parts += [f"## {source}", published["papers"][source]]
+        parts.append(_details(number, claim, groups, extra))
+    parts += ["## What is open", published["open_note"].strip()]
     gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
     if gaps:
         parts += ["## What is not as in the papers, and why", table(["what", "why"], gaps)]
+    parts.append(_CLAIMS_END)
     return "\n\n".join(parts) + "\n"
 
 
