@@ -519,8 +519,11 @@ class Engine:
         """Plan a call, run it and deliver what it gave; None if nothing can run now."""
         with self._lock:
             self._changed = False
-            call, deliveries = self._plan(self.clock())
-            gone = self._release()
+            now_s = self.clock()
+            deliveries = self._lapse(self._late(now_s))
+            self._sweep()
+            gone = self._release()  # before the plan: none of these may be called any more
+            call = self._plan(now_s)
         if gone:
             # On a thread of its own, since freeing memory takes a while.
             threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
@@ -555,25 +558,23 @@ class Engine:
 
     # With the lock held.
 
-    def _plan(self, now_s: float) -> tuple[Call | None, Deliveries]:
-        """The next call, of the lanes in turn, and events for jobs that cannot be in time.
+    def _plan(self, now_s: float) -> Call | None:
+        """The next call, of the lanes in turn.
 
         Without work, it is a small call of a model that threw, or the recheck of a row.
         """
-        lapsed = self._lapse(self._late(now_s))
-        self._sweep()
         for _ in range(len(self._turns)):
             planner = self._turns[0]
             self._turns.rotate(-1)
             if (call := planner.plan(now_s)) is not None:
                 self._backlog.begin(call, now_s)
-                return call, lapsed
+                return call
         self._backlog.rest()
         idle: list[Planner] = [model.check for model in self._models.values()]
         if now_s >= self._rested_s:
             idle += [lane.rechecks for lane in self._classify_lanes()]
         calls = (planner.plan(now_s) for planner in idle)
-        return next((call for call in calls if call is not None), None), lapsed
+        return next((call for call in calls if call is not None), None)
 
     def _notify(self) -> None:
         self._changed = True

@@ -18,7 +18,7 @@ from serve.catalog import Served
 from serve.engine.backlog import GenerationSize
 from serve.engine.classify import Classification
 from serve.engine.engine import Engine, Watchdog
-from serve.engine.job import Job, LaneKey
+from serve.engine.job import Job, LaneKey, Limits
 from serve.engine.loaded import new_cost
 from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
@@ -117,6 +117,20 @@ def test_one_that_fails_is_no_reason_to_send_no_requests_once_it_is_replaced() -
         bench.engine.serve(another(classify_bundle(), 1)[0])
         assert list(bench.engine.failing) == []
         classified(bench.classify(5)[1])
+
+
+def test_a_model_that_failed_is_not_tried_again_once_it_is_closed() -> None:
+    bench = Bench(Mood(), Limits())
+    old = bench.catalog.find("tiny-classify")
+    lane = LaneKey(old.key, "classify", 2)
+    error = RuntimeError("out of luck")
+    assert not bench.engine._models[old.key].fail(lane, (), error)
+    bench.engine._models[old.key].check.due_s = 0.0
+    bench.engine.dismiss(old)
+    assert bench.engine.step() is None
+    assert isinstance(old.model, FakeModel)
+    wait_until(lambda: old.model.closed)
+    assert bench.mood.calls == []
 
 
 def test_fifty_swaps_leave_nothing_behind() -> None:
