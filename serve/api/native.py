@@ -231,8 +231,16 @@ class AnswerWriter:
         return answer_of(body, entries_of(event), server_timing(spent))
 
     def events(self, events: Sequence[TextEvent]) -> bytes:
-        """Tokens as events without a name, and the end as `done` or `error`."""
-        return b"".join([self._event(event) for _, event in events])
+        """Tokens as events without a name, and the end as `done` or `error`.
+
+        Nothing follows the end: a deadline may pass while a token is on its way.
+        """
+        written = []
+        for _, event in events:
+            written.append(self._event(event))
+            if not isinstance(event, TokenEvent):
+                break
+        return b"".join(written)
 
     def _event(self, event: Event) -> bytes:
         match event:

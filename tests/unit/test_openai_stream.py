@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from serve.api.body import Budget, Expected, Timing, Usage
+from serve.api.native import AnswerWriter
 from serve.api.openai import (
     ChunkWriter,
     CompletionFormat,
@@ -18,15 +20,18 @@ from serve.api.openai import (
     Fields,
     Tail,
 )
-from serve.api.submission import written
+from serve.api.submission import Submission, written
 from serve.engine.job import (
     FailedEvent,
     GeneratedEvent,
+    Limits,
     ScoredToken,
     Span,
     TokenEvent,
 )
 from serve.errors import InternalError
+from tests.engine_bench import Bench, Caller
+from tests.fake_model import Mood
 from tests.fake_server import FakeServer, fake_server
 from tests.openai_clients import parse_chunks
 
@@ -62,6 +67,28 @@ def writer(answers: int, counts: bool = False) -> ChunkWriter:
 
 def end(text: str) -> GeneratedEvent:
     return GeneratedEvent("stop", text, 1, (), SPAN)
+
+
+def test_a_token_that_was_on_its_way_does_not_follow_an_error() -> None:
+    """Other threads end jobs between a call and the delivery of what it gave."""
+    bench, caller = Bench(Mood(), Limits()), Caller()
+    bench.engine._check_works = lambda: None  # type: ignore[method-assign]
+    job, _ = bench.generate("abc", 9, stream=True)
+    job.work.deliver = caller.events.append
+    post = bench.engine._post
+
+    def interrupted(*what: Any) -> None:
+        bench.engine._post = post
+        bench.engine.abort(InternalError("too late"))
+        post(*what)
+
+    bench.engine._post = interrupted
+    bench.engine.step()
+    events = [(0, event) for event in caller.events]
+    assert [type(event) for _, event in events] == [FailedEvent, TokenEvent]
+    native = AnswerWriter(cast(Submission, SimpleNamespace(decision=SimpleNamespace(steps=2))))
+    for body in (native.events(events), writer(1).write(events)):
+        assert b"too late" in body and body.count(b"data:") == 1
 
 
 def test_a_call_that_throws_ends_the_stream_of_all_answers(server: FakeServer) -> None:
