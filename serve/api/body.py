@@ -556,7 +556,13 @@ class _ReaderThread:
             with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._end, turn, done, time.perf_counter() - began_s)
 
-        self._thread.submit(turn.work).add_done_callback(end)
+        try:
+            running = self._thread.submit(turn.work)
+        except RuntimeError:  # the system allows no more threads
+            self._current = None
+            self._unread.running -= 1
+            raise
+        running.add_done_callback(end)
 
     def _end(self, turn: _Waiting, done: "Future[Any]", seconds: float) -> None:
         self._current = None
