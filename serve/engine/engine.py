@@ -526,7 +526,11 @@ class Engine:
             call = self._plan(now_s)
         if gone:
             # On a thread of its own, since freeing memory takes a while.
-            threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
+            closing = threading.Thread(target=_close, args=(gone,), name="closing", daemon=True)
+            try:
+                closing.start()
+            except RuntimeError:  # the system allows no more threads
+                _close(gone)
         self._send(deliveries)
         if call is None:
             return None

@@ -133,6 +133,18 @@ def test_a_model_that_failed_is_not_tried_again_once_it_is_closed() -> None:
     assert bench.mood.calls == []
 
 
+def test_a_model_is_closed_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bench = Bench(Mood(), Limits())
+    old = bench.catalog.find("tiny-classify").model
+    bench.engine.dismiss(bench.catalog.find("tiny-classify"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert bench.engine.step() is None
+    assert isinstance(old, FakeModel) and old.closed
+
+
 def test_fifty_swaps_leave_nothing_behind() -> None:
     with running() as bench:
         editions = count(1)
