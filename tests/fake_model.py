@@ -86,7 +86,10 @@ class FakePrefill:
 
 
 class FakeBatch:
-    """Each row goes on from its own last token, whatever token it is given."""
+    """Each row goes on from its own last token, whatever token it is given.
+
+    But it notices when rows are given the tokens of each other.
+    """
 
     def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
         self._vocab_size = bundle.manifest.text_tokenizer.vocab_size
@@ -131,6 +134,11 @@ class FakeBatch:
         self.join(prefill)
         return logits
 
+    @property
+    def expected(self) -> IntArray:
+        """The tokens (B,) that the rows are given if each gets the likeliest."""
+        return self._after(self._last)
+
     def begin(self, tokens: IntArray) -> None:
         assert self._stands is None
         self._check(tokens)
@@ -152,6 +160,7 @@ class FakeBatch:
     def step(self, tokens: IntArray) -> FloatArray:
         assert self._stands is None
         self._check(tokens)
+        check_order(tokens, self.expected)
         return self._grow(tokens)
 
     def _check(self, tokens: IntArray) -> None:
@@ -183,6 +192,12 @@ class FakeBatch:
         return following
 
 
+def check_order(tokens: IntArray, expected: IntArray) -> None:
+    """The rows got these tokens (B,); others than expected may be so, but not in another order."""
+    if sorted(tokens.tolist()) == sorted(expected.tolist()):
+        assert (tokens == expected).all(), "rows got the tokens of each other"
+
+
 class FakeMix:
     def __init__(self, mood: Mood) -> None:
         self.most_batches = mood.most_batches
@@ -190,9 +205,10 @@ class FakeMix:
         self._mood = mood
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
-        assert batches
-        for batch, some in zip(batches, tokens, strict=True):
-            assert isinstance(batch, FakeBatch)
+        own = [batch for batch in batches if isinstance(batch, FakeBatch)]
+        assert own and len(own) == len(batches)
+        check_order(np.concatenate(tokens), np.concatenate([batch.expected for batch in own]))
+        for batch, some in zip(own, tokens, strict=True):
             batch.begin(some)
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
