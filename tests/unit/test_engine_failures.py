@@ -1,13 +1,15 @@
 """The engine when models throw, callers leave and servers end: everybody is told once."""
 
+import random
+from string import ascii_lowercase as LETTERS
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serve.engine.job import Limits
+from serve.engine.job import Job, Limits
 from serve.errors import Draining, NotReady
-from tests.engine_bench import Bench, classified, generated, running
+from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeBatch, Mood
 from tests.waiting import wait_until
 
@@ -142,6 +144,41 @@ def test_a_client_that_left_changes_no_answer_of_the_others(left: int) -> None:
             if place != left:
                 assert generated(caller).text == texts[place]
         assert bench.idle()
+
+
+@pytest.mark.parametrize("most_batches", [1, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_comes_and_leaves_nobody_gets_the_text_of_another(
+    seed: int, most_batches: int
+) -> None:
+    draw = random.Random(seed)
+    mood = Mood(most_batches=most_batches, pieces=draw.choice([1, 3]))
+    bench = Bench(mood, Limits(decode_rows=8))
+    bench.engine._check_works = lambda: None  # type: ignore[method-assign]  # no thread runs
+    made: list[tuple[Job, Caller, str]] = []
+    left: set[Job] = set()
+
+    def come() -> None:
+        first, count = draw.randrange(14), draw.choice([1, 3, 12])
+        job, caller = bench.generate(LETTERS[first], count, steps=draw.choice([2, 4]))
+        made.append((job, caller, LETTERS[first + 1 : first + 1 + count]))
+
+    def during(kind: str, tokens: Any) -> None:
+        if len(made) < 40:
+            come()
+        job = draw.choice(made[-10:])[0]
+        if draw.random() < 0.3 and bench.engine.cancel(job):
+            left.add(job)
+
+    mood.fail = during
+    come()
+    while bench.engine.step() is not None:
+        pass
+    assert bench.engine.queued == bench.engine.running == 0 and left
+    for job, caller, text in made:
+        assert caller.over.is_set() == (job not in left)
+        if job not in left:
+            assert generated(caller).text == text
 
 
 def test_a_client_that_left_the_queue_never_runs() -> None:
