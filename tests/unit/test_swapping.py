@@ -128,8 +128,9 @@ def test_a_model_that_failed_is_not_tried_again_once_it_is_closed() -> None:
     bench.engine._models[old.key].check.due_s = 0.0
     bench.engine.dismiss(old)
     assert bench.engine.step() is None
-    assert isinstance(old.model, FakeModel)
-    wait_until(lambda: old.model.closed)
+    model = old.model
+    assert isinstance(model, FakeModel)
+    wait_until(lambda: model.closed)
     assert bench.mood.calls == []
 
 
