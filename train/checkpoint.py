@@ -328,17 +328,17 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict(weights | {name: weights[owner] for name, owner in owners.items()})
 
 
-def start_from(origin: Path, folder: Path, model: Stepped) -> dict[str, Any]:
-    """Take over the weights of another run, and keep them as they are; where they are from."""
+def start_from(origin: Path, model: Stepped) -> tuple[dict[str, Any], bytes]:
+    """Take over the weights of another run; where they are from, and their file as it is."""
     weights, iteration = _read(origin / MODEL)
     load_weights(model, weights)
     content = (origin / MODEL).read_bytes()
-    write_atomically(folder / TEACHER, content)
-    return {
+    facts = {
         "name": read_facts(origin)["recipe"]["name"],
         "iteration": iteration,
         "weights_sha256": hashlib.sha256(content).hexdigest(),
     }
+    return facts, content
 
 
 def load_original(folder: Path, recipe: Recipe, sizes: Sizes) -> Stepped:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from train.checkpoint import (
     MODEL,
     STATE,
+    TEACHER,
     Reached,
     RunError,
     average_checkpoints,
@@ -228,8 +229,10 @@ def train(
                 facts["teacher_sha256"] = digest_of_weights(teacher)
             if origin is not None:
                 check_same_data(origin, dataset.digest)
-                facts["origin"] = start_from(origin, folder, model)
+                facts["origin"], weights = start_from(origin, model)
             start_run(folder, recipe, dataset.tokenizer, facts)
+            if origin is not None:  # behind the recipe, without which the folder is no run
+                write_atomically(folder / TEACHER, weights)
             save_checkpoint(folder, model, optimiser, first)
         if devices.main:
             devices.wait()

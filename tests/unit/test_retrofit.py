@@ -1,7 +1,9 @@
 """Retrofitting: what the new recipe is, who teaches, what is refused, and that it resumes."""
 
+import errno
 import itertools
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -133,6 +135,24 @@ def test_it_starts_from_the_run_keeps_its_teacher_and_resumes_exactly(
     facts = json.loads((whole / "recipe.json").read_text())
     assert facts["origin"]["name"] == "parity" and facts["origin"]["iteration"] == 20
     assert len(facts["origin"]["weights_sha256"]) == 64
+
+
+@pytest.mark.parametrize("written", range(5))  # before: syncs of files and folders in turn
+def test_a_disk_that_was_full_at_the_beginning_lets_the_same_command_begin_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    synced, calls = os.fsync, itertools.count()
+
+    def full(file: int) -> None:
+        if next(calls) == written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(file)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(os, "fsync", full)
+        retrofit(run, tmp_path / "new", 0.1)
+    retrofit(run, tmp_path / "new", 0.1)
+    assert load_run(tmp_path / "new").facts["iteration"] == 2
 
 
 def test_the_first_weights_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
