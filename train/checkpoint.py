@@ -4,15 +4,17 @@ A run folder holds recipe.json, tokenizer.json, metrics.jsonl, model.safetensors
 and state.safetensors (weights, optimiser moments and iteration, all that resuming needs).
 """
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +33,8 @@ MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safet
 AVERAGED = "averaged"  # a folder of weights, by iteration
 TEACHER_RUN = "teacher"  # a folder: the run of a teacher that was trained for this one
 BEST, TAUGHT = "best.safetensors", "taught.safetensors"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+_log = logging.getLogger("stepdial")
 
 
 class RunError(ValueError):
@@ -87,6 +91,20 @@ def check_out(folder: Path) -> None:
         )
 
 
+def lock(file: IO[str], kind: int) -> bool:
+    """Lock an open file; False on a file system that has no locks, as some of clusters have none.
+
+    BlockingIOError if another process has the lock and none is waited for.
+    """
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """One training in a folder at a time; the lock goes with the process, however it ends."""
@@ -98,11 +116,16 @@ def lock_run(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder} cannot be made a folder: choose another --out") from None
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            locked = lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise RunError(
                 f"another training is at work in {folder}: choose another --out"
             ) from None
+        if not locked:
+            _log.warning(
+                "the file system of %s has no locks: nothing keeps a second training out of it",
+                folder,
+            )
         try:
             yield
         except BaseException:

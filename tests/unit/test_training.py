@@ -1,6 +1,8 @@
 """The loop: it learns, resumes exactly, refuses what would mislead, and stops on NaN."""
 
 import dataclasses
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -187,6 +189,21 @@ def test_a_run_goes_on_where_its_data_has_moved(tmp_path: Path) -> None:
 def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
     with lock_run(tmp_path), pytest.raises(RunError, match="another training is at work"):
         train(tiny_label_recipe(), tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("without", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_trained_on_and_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    without: int,
+) -> None:
+    def refuse(file: object, kind: int) -> None:
+        raise OSError(without, os.strerror(without))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_run(tmp_path / "run"):
+        assert "has no locks" in caplog.text
 
 
 @pytest.mark.parametrize("left", ["model.safetensors", "best.safetensors", "averaged"])
