@@ -5,6 +5,7 @@ States are compared at the same share t of the depth: the time of an ODE, or the
 stack.
 """
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from train.checkpoint import (
     RunError,
     iteration_of,
     load_run,
+    lock,
     read_facts,
     write_atomically,
 )
@@ -36,6 +38,7 @@ from train.recipe import Recipe
 from train.schedule import steps_of
 
 ROWS_AT_ONCE = 64
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)  # a folder that only others write
 Waypath = dict[Fraction, Tensor]  # states (B, N, D) by the share of the way that lies behind
 
 
@@ -127,22 +130,33 @@ def check_teacher(folder: Path, dataset: Dataset, recipe: Recipe) -> None:
 
 
 def kept_logits(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
-    """A teacher's logits (R, classes) for all rows to train on; kept in its folder."""
+    """A teacher's logits (R, classes) for all rows to train on; kept in its folder if possible."""
     path = folder / TAUGHT
     reached = str(iteration_of(folder / MODEL))
     meta = {"of": json.dumps([dataset.digest, reached])}
     if (kept := _read_kept(path, meta)) is not None:
         return kept
-    with (folder / ".taught.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another student may be asking just now
+    try:
+        file = (folder / ".taught.lock").open("w")
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        return _asked_all(folder, dataset, quiet)  # kept nowhere
+    with file:
+        lock(file, fcntl.LOCK_EX)  # another student may be asking just now
         if (kept := _read_kept(path, meta)) is not None:
             return kept
-        teacher = Teacher(folder)
-        batches = list(dataset.training_rows(ROWS_AT_ONCE))
-        logits = torch.zeros(sum(len(at) for at, _ in batches), dataset.sizes.classes)
-        for at, batch in tqdm(batches, desc="teacher's answers", disable=quiet, mininterval=1.0):
-            logits[at] = teacher(*batch.inputs)[0].logits.float()
+        logits = _asked_all(folder, dataset, quiet)
         write_atomically(path, save({"logits": logits}, meta))
+    return logits
+
+
+def _asked_all(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
+    teacher = Teacher(folder)
+    batches = list(dataset.training_rows(ROWS_AT_ONCE))
+    logits = torch.zeros(sum(len(at) for at, _ in batches), dataset.sizes.classes)
+    for at, batch in tqdm(batches, desc="teacher's answers", disable=quiet, mininterval=1.0):
+        logits[at] = teacher(*batch.inputs)[0].logits.float()
     return logits
 
 

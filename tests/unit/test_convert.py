@@ -1,6 +1,7 @@
 """A pretrained encoder becomes a bundle that answers: distilling, resuming, exporting."""
 
 import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -333,6 +334,25 @@ def test_kept_answers_are_read_where_nothing_may_be_written(
     kept = distil.kept_logits(teacher, dataset, True)
     monkeypatch.setattr("train.distil.fcntl", None)  # no lock
     assert torch.equal(distil.kept_logits(teacher, dataset, True), kept)
+
+
+def test_a_teacher_that_only_others_may_write_is_asked_all_the_same(
+    converted_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = converted_bert / "run/teacher"
+    run = load_run(teacher)
+    dataset: Any = open_dataset(run.recipe, run.tokenizer)
+    kept = distil.kept_logits(teacher, dataset, True)
+    opened = Path.open
+
+    def forbidden(path: Path, mode: str = "r", **others: Any) -> Any:
+        if mode != "r" and path.parent == teacher:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, mode, **others)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    monkeypatch.setattr(distil, "_read_kept", lambda *_: None)  # nobody has asked before
+    torch.testing.assert_close(distil.kept_logits(teacher, dataset, True), kept)
 
 
 def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
