@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = int(arguments.run_command(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         return reader_gone()

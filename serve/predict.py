@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = int(arguments.run(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status = _COMMANDS[arguments.command](arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         return reader_gone()

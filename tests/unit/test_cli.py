@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,13 @@ def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture
 def test_without_a_command_it_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert stepdial.main([]) == 2
     assert "usage: stepdial COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [["recipes"], ["inspect", str(ROOT / "zoo/digits")]])
+def test_a_closed_output_is_no_failure(line: list[str]) -> None:
+    command = shlex.join([sys.executable, "-m", "stepdial", *line])
+    ended = subprocess.run(f"{command} >&-", shell=True, cwd=ROOT, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
