@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
@@ -34,7 +34,12 @@ def listen() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = {number: signal.signal(number, interrupt._note) for number in _SIGNALS}
+    before = {
+        number: signal.signal(number, interrupt._note)
+        for number in _SIGNALS
+        # A training under `nohup` goes on when the terminal goes.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield interrupt
     finally:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,28 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
     assert whole.read_bytes() == broken.read_bytes()
     logs = [[r["iteration"] for r in records(tmp_path / name)] for name in ("whole", "broken")]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_leaves_a_checkpoint_and_under_nohup_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool
+) -> None:
+    recipe = tiny_label_recipe("optim.iterations=4")
+    original = TrainingLoop.iterate
+
+    def hung_up(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
+        if iteration == 1:
+            signal.raise_signal(signal.SIGHUP)
+        return original(loop, iteration)
+
+    monkeypatch.setattr(TrainingLoop, "iterate", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
+    try:
+        with nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
+            train(recipe, tmp_path, quiet=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert load_run(tmp_path).facts["iteration"] == (4 if ignored else 2)
 
 
 def test_a_teacher_without_its_weights_is_refused(tmp_path: Path) -> None:
