@@ -18,8 +18,11 @@ from train.interrupt import in_words, reader_gone
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    # A supervisor's SIGTERM ends an export as Ctrl-C does: with nothing left behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A supervisor's SIGTERM, or the end of the terminal, ends an export as Ctrl-C does: with
+    # nothing left behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by `nohup`
+            signal.signal(number, signal.default_int_handler)
     try:
         status = int(arguments.run_command(arguments))
         if sys.stdout is not None:  # closed, as by `>&-`

@@ -41,8 +41,10 @@ _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot write
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    # SIGTERM ends it as Ctrl-C does: with nothing left behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM, or the end of the terminal, ends it as Ctrl-C does: with nothing left behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by `nohup`
+            signal.signal(number, signal.default_int_handler)
     try:
         status = int(arguments.run(arguments))
         if sys.stdout is not None:  # closed, as by `>&-`

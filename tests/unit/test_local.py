@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -203,7 +204,10 @@ def test_half_a_character_in_another_column_is_handed_on() -> None:
     assert second["predicted_label"] is None
 
 
-def test_the_end_of_its_process_leaves_no_half_of_a_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_its_process_leaves_no_half_of_a_table(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     table = tmp_path / "in.csv"
     table.write_text("text\n" + "Shares of a bank fell on Wall Street\n" * 200_000)
     words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
@@ -213,7 +217,7 @@ def test_the_end_of_its_process_leaves_no_half_of_a_table(tmp_path: Path) -> Non
         while not any(path.name.startswith(".out.csv") for path in tmp_path.iterdir()):
             assert time.monotonic() < deadline and running.poll() is None
             time.sleep(0.05)
-        running.terminate()
+        running.send_signal(number)
         assert running.wait(30) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
