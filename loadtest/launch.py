@@ -74,7 +74,9 @@ def run(command: list[str], silent: bool = False) -> Ending:
         for process in started:
             process.terminate()
 
-    before = {number: signal.signal(number, end) for number in _ENDING}
+    # One that is ignored, as SIGHUP by `nohup`, stays so.
+    heeded = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heeded}
     try:
         process = subprocess.Popen(
             command,

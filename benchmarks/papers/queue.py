@@ -367,7 +367,8 @@ def main(arguments: Sequence[str]) -> int:
         ending.append(number)
 
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, asked)
+        if signal.getsignal(each) != signal.SIG_IGN:  # as SIGHUP by `nohup`
+            signal.signal(each, asked)
     gpus = parsed.gpus.split(",") if parsed.gpus else []
     slots = [f"{i}:{gpu}" for i, gpu in enumerate(gpus)] or [f"{i}:" for i in range(parsed.workers)]
 

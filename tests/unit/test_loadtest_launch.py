@@ -1,9 +1,14 @@
 """The command that starts Locust."""
 
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 from loadtest.__main__ import build_parser
-from loadtest.launch import locust_command
+from loadtest.launch import Ending, locust_command, run
 
 URL = "http://127.0.0.1:8000"
 
@@ -43,3 +48,16 @@ def test_locust_waits_for_the_last_answers_as_long_as_was_asked(
 ) -> None:
     """In an open loop no less: there the sender itself ends the wait."""
     assert flags(*options)["--stop-timeout"] == str(waits_s)
+
+
+@pytest.fixture
+def nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("nohup")
+def test_under_nohup_a_test_goes_on_when_its_terminal_is_gone() -> None:
+    code = f"import os, time; os.kill({os.getpid()}, 1); time.sleep(0.5)"
+    assert run([sys.executable, "-c", code]) == Ending(0, False)

@@ -298,6 +298,20 @@ def test_what_fails_three_times_is_left_out_and_said(
     assert "makes its own data" in (tmp_path / "runs" / "tiny-0.log").read_text()
 
 
+def test_under_nohup_a_queue_goes_on_when_its_terminal_is_gone(
+    tmp_path: Path, arguments: Callable[..., list[str]]
+) -> None:
+    code = (
+        "import signal, sys; from benchmarks.papers import queue\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "def run(self, slots, asked): signal.raise_signal(signal.SIGHUP); print(asked())\n"
+        "queue.Queue.run = run; queue.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *arguments("run", plan(tmp_path, 5))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False\nleft: ")
+
+
 def test_two_queues_do_not_train_the_same_run(tmp_path: Path) -> None:
     place, job = Place(tmp_path), Job("tiny", "parity", 0)
     claim = place.claim(job)
