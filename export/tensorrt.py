@@ -26,6 +26,7 @@ from serve.bundle import (
     open_staging,
     steps_in_words,
 )
+from serve.bundle.folder import rename_in
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.protocol import Device, FloatArray, IntArray, RowArray
 from serve.runtime.session import (
@@ -298,9 +299,7 @@ def build_engines(bundle: Bundle, target: Path, request: EngineRequest, say: Say
         text = json.dumps(manifest.to_json(), indent=1) + "\n"
         (staging / ENGINES_FILE).write_text(text, encoding="utf-8")
         verify_engines(bundle, staging, say)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(staging, os.path.realpath(target))
+        rename_in(staging, Path(os.path.realpath(target)))
     say(shlex.join(["next:", "stepdial", "serve", str(bundle.folder), "--engines", str(target)]))
 
 

@@ -1,6 +1,7 @@
 """Native engines up to the driver call: precision, network, profiles, manifest, running, errors."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +87,27 @@ def test_engines_of_every_family_answer_as_the_cpu_does(
         assert not cuda.captures
     else:  # verifying runs every shape three times, so the last time as a graph
         assert 0 < cuda.captures <= cuda.launches
+
+
+def test_engines_are_there_all_the_time_while_others_replace_them(
+    tmp_path: Path, library: FakeTensorrt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kills the process then must not leave half a folder, which is never replaced."""
+    bundle = build_classify(tmp_path / "bundle", steps=(1,))
+    build(bundle, tmp_path / "engines")
+    (tmp_path / "link").symlink_to("engines")
+    removed = shutil.rmtree
+
+    def remove(path: Path, ignore_errors: bool = False) -> None:
+        assert (tmp_path / "engines" / ENGINES_FILE).is_file()
+        removed(path, ignore_errors)
+        assert (tmp_path / "engines" / ENGINES_FILE).is_file()
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    build(bundle, tmp_path / "engines", "fp16")
+    build(bundle, tmp_path / "link", "fp32")
+    assert json.loads((tmp_path / "link" / ENGINES_FILE).read_text())["precision"] == "fp32"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "engines", "link"]
 
 
 def test_the_network_is_built_as_documented(tmp_path: Path, library: FakeTensorrt) -> None:
