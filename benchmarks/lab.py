@@ -336,7 +336,11 @@ def _file(name: str) -> Path:
 def _locked(kind: int) -> IO[str] | None:
     """The lock, or None where somebody has it in a way that excludes this one."""
     path = _file("lock")
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "w")
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # it is another user's, and reading is enough for a lock
+        opened = os.open(path, os.O_RDONLY)
+    file = os.fdopen(opened)
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:

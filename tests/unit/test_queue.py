@@ -1,5 +1,6 @@
 """The queue of trainings: its plan, what it resumes, and that benchmarks do not run beside it."""
 
+import errno
 import json
 import os
 import signal
@@ -349,6 +350,25 @@ def test_what_another_queue_has_just_done_is_not_done_again(
     monkeypatch.setenv(FOLDER, str(tmp_path))
     queue.run(["0:"], lambda: False)
     assert not started
+
+
+def test_the_mark_may_be_a_file_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert free()
+    opened = os.open
+
+    def only_read(path: Path, flags: int, *others: int) -> int:
+        if flags & (os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags, *others)
+
+    monkeypatch.setattr(os, "open", only_read)
+    one = Busy()
+    assert one.mark() and not free()
+    one.unmark()
+    assert free()
 
 
 def test_the_mark_is_the_machines_and_goes_with_its_process(
