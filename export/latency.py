@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from serve.bundle import (
+    BundleError,
     ImageInput,
     Latency,
     LatencyEntry,
@@ -55,6 +56,10 @@ def calibrate_latency(
 ) -> None:
     """Measure a bundle's latency here and write its latency.json."""
     bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
+    if not os.access(folder, os.W_OK):  # before the work, not after it
+        raise BundleError(
+            "cannot be written, and the latency is kept there: calibrate a copy", file=str(folder)
+        )
     model = open_model(bundle, threads)
     say(
         f"measuring latency on this machine ({threads or usable_cores()} threads): "

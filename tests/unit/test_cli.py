@@ -353,6 +353,17 @@ def test_bundles_are_calibrated_where_only_the_server_is_installed(tmp_path: Pat
     assert "1 of " in done.stdout and (folder / "latency.json").read_text() != before
 
 
+def test_nothing_is_measured_for_a_bundle_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "digits"
+    shutil.copytree(ROOT / "zoo" / "digits", folder)
+    monkeypatch.setattr("export.latency.open_model", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root writes anywhere
+    assert stepdial.main(["calibrate", str(folder)]) == 2
+    assert f"{folder}: cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path) -> None:
     rows = [f'{1 + i % 4},"Title {i}","Oil and football and phones, story {i}"' for i in range(80)]
