@@ -470,8 +470,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         write_json(report, arguments.json)
     name = "quality.png" if report.measured == HELD_OUT else "quality-elsewhere.png"
     path = arguments.plot or arguments.run / name
-    plot_quality(report, path)
-    print(f"plot: {path}")
+    try:
+        plot_quality(report, path)
+        print(f"plot: {path}")
+    except OSError as error:
+        if arguments.plot:
+            raise
+        # Nobody asked for it, and it may be the run of somebody else.
+        print(f"no plot: {in_words(error)}; name another file with --plot", file=sys.stderr)
     shown = sorted({row.steps for row in report.rows if row.steps is not None})
     if arguments.texts is not None:
         from train.text_quality import print_texts

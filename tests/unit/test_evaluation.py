@@ -1,8 +1,10 @@
 """What is measured of a run on held-out data, and how it is shown."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from tests.fixtures.tiny_runs import tiny_label_run, tiny_point_recipe, trained
+from train.__main__ import main
 from train.checkpoint import load_run
 from train.data import open_dataset
 from train.evaluate import Range, Report, Row, evaluate_run, methods_named
@@ -133,6 +136,34 @@ def test_an_interval_without_ends_is_null_in_json(tmp_path: Path) -> None:
     write_json(report_of(row(1, 0.6), half=math.inf), tmp_path / "figures.json")
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["ranges"]["euler"]["gain"] == {"better": 0.3, "half": None}
+
+
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root writes anywhere
+    assert main(["evaluate", "no run", option, str(tmp_path / "a.png")]) == 2
+    assert "a.png cannot be written: name another file" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_whole_where_no_plot_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(report: Report, path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("train.evaluation_report.plot_quality", refuse)
+    monkeypatch.setattr("train.text_quality.check_texts", lambda *_: None)
+    monkeypatch.setattr("train.text_quality.print_texts", lambda *_: print("texts"))
+    monkeypatch.setattr("train.evaluate.evaluate_run", lambda *_, **__: report_of(row(1, 0.5)))
+    assert main(["evaluate", str(tmp_path), "--texts"]) == 0
+    told = capsys.readouterr()
+    assert told.out.endswith("texts\n")
+    assert told.err.startswith(f"no plot: {tmp_path}/quality") and "--plot" in told.err
 
 
 def test_a_plot_has_the_intervals_of_the_table(
