@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 141  # as of the other commands
     except (BundleError, ServeError, ValueError, OSError) as error:
         print(f"stepdial {arguments.command}: {_in_words(error)}", file=sys.stderr)
         return 2

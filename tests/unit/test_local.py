@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -220,6 +221,16 @@ def test_the_end_of_its_process_leaves_no_half_of_a_table(
         running.send_signal(number)
         assert running.wait(30) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_a_table_that_nobody_reads_on_ends_as_other_commands_do(tmp_path: Path) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("text\nShares of a bank fell on Wall Street\n")
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+    command = shlex.join([sys.executable, "-m", "stepdial", *words])
+    piped = f"{command} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", piped], cwd=ZOO.parent, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_process_that_gets_no_time_waits_for_its_answers(tmp_path: Path) -> None:
