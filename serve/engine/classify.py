@@ -352,7 +352,8 @@ class ClassifyLane:
         """
         due_s, least, lengths = due_s_of(job), self._choices(job)[0], job.lengths
         place = bisect_right(self.waiting, due_s, key=lambda row: row.due_s)
-        call_s = self._costs.usual_s(least)
+        # The batch that it will be in; if nothing waits, it begins one.
+        call_s = self._costs.usual_s(least) if self.waiting else 0.0
         each_s = beside_s / self._max_rows  # other lanes' work, per row
         own_s = self._costs.rows_s(least, lengths)
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(lengths))

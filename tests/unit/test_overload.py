@@ -5,11 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import pytest
 
-from serve.engine.cost import CostKey
+from serve.engine.cost import IDLE_ANSWER_S, CostKey
 from serve.engine.job import Deadline, Job, Limits
 from serve.errors import ImpossibleDeadline, TooBusy
 from tests.simulated import LADDER, LATE, Request, Simulation, capacity, poisson, usual_cost
@@ -87,6 +88,17 @@ def test_what_no_text_could_meet_is_refused_unread() -> None:
     engine = simulation.engine
     with pytest.raises(ImpossibleDeadline, match="even on an idle server"):
         engine.check_early(LATE, LADDER[0], (1,), (128,), Deadline(engine.now_s, 1e-6))
+
+
+def test_one_row_on_an_idle_server_has_the_time_of_one_row_however_full_batches_were() -> None:
+    simulation = Simulation(LIMITS)
+    simulation.run(poisson(4 * RATE, 1.0, 1, 0.25))
+    alone_s = usual_cost(LADDER[0], 1, 64) + IDLE_ANSWER_S
+    usual_rows = round(median(len(call.rows) for call in simulation.calls))
+    assert usual_cost(LADDER[0], usual_rows, 64) > 1.5 * alone_s
+    after = [Request(10.0 + number, (64,), 1.3 * alone_s) for number in range(5)]
+    simulation.run(after)
+    assert {request.outcome for request in after} == {"done"}
 
 
 def test_with_full_steps_only_as_many_as_there_is_time_for() -> None:
