@@ -95,11 +95,12 @@ class ModelBacklog:
         max_rows: int,
         beside_s: float,
         shared: bool = False,
-        rows_in_memory: Callable[[LaneKey, int], int] | None = None,
+        rows_in_memory: Callable[[LaneKey, int, bool], int] | None = None,
     ) -> None:
         """`beside_s`: other models' work between two calls; `shared` if lanes may share calls.
 
-        `rows_in_memory`: how many rows of a lane fit into memory, by their positions.
+        `rows_in_memory`: how many rows of a lane fit into memory, by their positions, now or on an
+        idle server.
         """
         self._cost, self._answer_s = cost, answer_s
         self._max_rows, self._rows_in_memory = max_rows, rows_in_memory
@@ -120,9 +121,11 @@ class ModelBacklog:
         if key.kind == "search":
             search_s = self._cost.search_s(key, size.prompt, size.tokens, size.beams)
             return size.jobs * search_s + IDLE_ANSWER_S
-        _, (fixed_s, each_s) = self._rows(key, size, 0)
+        most_rows = self._fitting(key, size.positions, idle=True)
+        fixed_s, each_s = self._cost.token(key, min(most_rows, size.jobs))
         token_s = fixed_s + each_s * size.length
-        return self._prompts_s(key, size) + self._decoded(key, size) * token_s + IDLE_ANSWER_S
+        decoded_s = _waves(size, most_rows) * (size.tokens - 1) * token_s
+        return self._prompts_s(key, size) + decoded_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time until the last token of all of them; seldom longer."""
@@ -277,7 +280,7 @@ class ModelBacklog:
 
     def _decoded(self, key: LaneKey, size: GenerationSize) -> int:
         """Tokens to decode, one after another; the first of each comes from its prefill."""
-        return -(-size.jobs // self._most_rows(key, size)) * (size.tokens - 1)
+        return _waves(size, self._most_rows(key, size)) * (size.tokens - 1)
 
     def _most_rows(self, key: LaneKey, size: GenerationSize) -> int:
         """The rows of a lane that run together when these are among them."""
@@ -286,10 +289,10 @@ class ModelBacklog:
             return self._fitting(key, size.positions) if load is None else load.max_rows
         return max(len(load.left), self._fitting(key, size.positions))
 
-    def _fitting(self, key: LaneKey, positions: int) -> int:
+    def _fitting(self, key: LaneKey, positions: int, idle: bool = False) -> int:
         if self._rows_in_memory is None:
             return self._max_rows
-        return min(self._max_rows, self._rows_in_memory(key, positions))
+        return min(self._max_rows, self._rows_in_memory(key, positions, idle))
 
     def _prompts_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time to read prompts, and what full windows keep."""
@@ -300,6 +303,11 @@ class ModelBacklog:
         if again := size.jobs * size.rereads:
             seconds += self._cost.prompts_s(key, again * size.reread, again)
         return seconds
+
+
+def _waves(size: GenerationSize, most_rows: int) -> int:
+    """How often one begins after another has ended, if so many run together."""
+    return -(-size.jobs // most_rows)
 
 
 def tokens_until_slot(load: LaneLoad, max_rows: int) -> float:

@@ -154,13 +154,16 @@ class Common:
             )
         )
 
-    def rows_in_memory(self, model: "EngineModel", key: LaneKey, positions: int) -> int:
+    def rows_in_memory(
+        self, model: "EngineModel", key: LaneKey, positions: int, idle: bool = False
+    ) -> int:
         """How many rows of a lane run together, if each has this many positions; 1 at least.
 
-        What other lanes hold is taken to stay.
+        What other lanes hold is taken to stay; on an idle server there is nothing.
         """
         batches, most = model.batches(key.steps), self.limits.decode_rows
-        others = sum(lane.charged_bytes() for lane in self.cached() if lane.key != key)
+        lanes = () if idle else self.cached()
+        others = sum(lane.charged_bytes() for lane in lanes if lane.key != key)
         # A prompt is read beside the rows of a batch, and each search has caches of its own.
         each_bytes = batches.bytes_for(positions, 1)
         free_bytes = self.limits.cache_bytes - others

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve.engine.job import Deadline, Event, GeneratedEvent, Limits
-from serve.errors import ImpossibleDeadline
+from serve.errors import ImpossibleDeadline, TooBusy
 from tests.simulated_writing import LADDER, Wish, WritingSimulation, lane_of
 from tests.stepped import SteppedEngine, generation
 
@@ -103,6 +103,27 @@ def test_short_prompts_are_not_taken_to_be_as_long_as_the_longest_beside_them() 
     with pytest.raises(ImpossibleDeadline) as refused:
         submit(0.8 * alone_s)
     assert refused.value.details["least_ms"] == pytest.approx(1000 * alone_s, rel=0.1)
+
+
+def test_memory_that_others_hold_makes_no_time_impossible() -> None:
+    def submit(tokens: int, count: int, steps: int, given_s: float | None = None) -> None:
+        deadline = None if given_s is None else Deadline(engine.now_s, given_s)
+        lane = lane_of(steps)
+        engine.submit(
+            *[generation(lane, 20, tokens, events.append, deadline=deadline) for _ in range(count)]
+        )
+
+    events: list[Event] = []
+    engine = WritingSimulation(Limits(cache_bytes=17_000), noise=0.0).engine
+    submit(40, 8, 1)
+    while engine.jobs():
+        engine.step()
+    alone_s = engine.now_s
+    submit(400, 4, 8)
+    while len(engine.rows(lane_of(8))) < 4:
+        engine.step()
+    with pytest.raises(TooBusy):
+        submit(40, 8, 1, 1.5 * alone_s)
 
 
 def test_who_is_too_slow_beside_others_is_told_when_they_end() -> None:
