@@ -404,7 +404,7 @@ class Backlog:
                 raise DeadlineLapsed(deadline.given_s)
             if now_s + wait_s > deadline.ends_s:
                 raise _too_busy(now_s + wait_s - deadline.ends_s)
-        elif wait_s > self._limits.queue_wait_s:
+        if wait_s > self._limits.queue_wait_s:
             raise _too_long(wait_s, wait_s)
 
     def check_early(

@@ -12,7 +12,7 @@ import pytest
 
 from serve.engine.cost import IDLE_ANSWER_S, CostKey
 from serve.engine.job import Deadline, Job, Limits
-from serve.errors import ImpossibleDeadline, TooBusy
+from serve.errors import ImpossibleDeadline, QueueFull, TooBusy
 from tests.simulated import LADDER, LATE, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])
@@ -261,6 +261,16 @@ def test_the_queue_is_bounded_by_its_predicted_wait_too() -> None:
     assert outcomes["queue_full"] > 20
     done = [request.ended_s for request in requests if request.outcome == "done"]
     assert 2.5 < max(done) < 8.0
+
+
+@pytest.mark.parametrize("given_s", [None, 60.0])
+def test_so_is_the_wait_to_be_read_however_late_the_deadline(given_s: float | None) -> None:
+    engine = Simulation(Limits(queue_wait_s=4.0)).engine
+    deadline = None if given_s is None else Deadline(engine.now_s, given_s)
+    engine.check_unread(3.9, deadline)
+    with pytest.raises(QueueFull) as refused:
+        engine.check_unread(4.1, deadline)
+    assert (refused.value.code, refused.value.retry_after_s) == ("queue_full", 4.1)
 
 
 def test_who_will_be_in_time_is_not_refused_for_the_wait_of_others() -> None:
