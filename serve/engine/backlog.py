@@ -96,15 +96,17 @@ class ModelBacklog:
         beside_s: float,
         shared: bool = False,
         rows_in_memory: Callable[[LaneKey, int, bool], int] | None = None,
+        translates: bool = False,
     ) -> None:
         """`beside_s`: other models' work between two calls; `shared` if lanes may share calls.
 
         `rows_in_memory`: how many rows of a lane fit into memory, by their positions, now or on an
-        idle server.
+        idle server. If the model `translates`, only sources are cached, and lengths are those of
+        answers.
         """
         self._cost, self._answer_s = cost, answer_s
         self._max_rows, self._rows_in_memory = max_rows, rows_in_memory
-        self._beside_s = beside_s
+        self._beside_s, self._translates = beside_s, translates
         self._loads: dict[LaneKey, LaneLoad] = {}
         for lane in lanes:
             inside = lane.occupants()  # once: on its own thread a row may leave meanwhile
@@ -121,9 +123,9 @@ class ModelBacklog:
         if key.kind == "search":
             search_s = self._cost.search_s(key, size.prompt, size.tokens, size.beams)
             return size.jobs * search_s + IDLE_ANSWER_S
-        most_rows = self._fitting(key, size.positions, idle=True)
+        most_rows = self._fitting(key, self._positions(size), idle=True)
         fixed_s, each_s = self._cost.token(key, min(most_rows, size.jobs))
-        token_s = fixed_s + each_s * size.length
+        token_s = fixed_s + each_s * self._length(size)
         decoded_s = _waves(size, most_rows) * (size.tokens - 1) * token_s
         return self._prompts_s(key, size) + decoded_s + IDLE_ANSWER_S
 
@@ -204,9 +206,11 @@ class ModelBacklog:
         tokens = sum([job.lengths[0] for job in unread]) + lane.waiting.prompt_tokens
         prefill_s = self._cost.prompts_s(key, tokens, prompts) if prompts else 0.0
         first = next_ones[0]
-        prompt = first.lengths[0]
+        begin, end = first.lengths[0], first.positions
+        if self._translates:
+            begin, end = 1, first.most_tokens
         # Rows began at random times, so the longest is on average this far through its tokens.
-        length = prompt + (first.positions - prompt) * rows // (rows + 1)
+        length = begin + (end - begin) * rows // (rows + 1)
         if key.kind == "search":
             running = next_ones[:rows]
             each_s = [
@@ -265,7 +269,7 @@ class ModelBacklog:
         """The time of all of these from their prompts on, `first` tokens from now."""
         load = self._loads.get(key)
         calls, (more_fixed_s, more_each_s) = self._more(key, size)
-        length = size.length if load is None else max(load.length, size.length)
+        length = max(0 if load is None else load.length, self._length(size))
         tokens = self._decoded(key, size)
         work_s = self._tokens_s(key, calls, length, first, first + tokens)
         return work_s + tokens * (more_fixed_s + more_each_s * length) + self._prompts_s(key, size)
@@ -284,10 +288,16 @@ class ModelBacklog:
 
     def _most_rows(self, key: LaneKey, size: GenerationSize) -> int:
         """The rows of a lane that run together when these are among them."""
-        load = self._loads.get(key)
-        if load is None or size.positions <= load.positions:
-            return self._fitting(key, size.positions) if load is None else load.max_rows
-        return max(len(load.left), self._fitting(key, size.positions))
+        load, positions = self._loads.get(key), self._positions(size)
+        if load is None or positions <= load.positions:
+            return self._fitting(key, positions) if load is None else load.max_rows
+        return max(len(load.left), self._fitting(key, positions))
+
+    def _positions(self, size: GenerationSize) -> int:
+        return size.prompt if self._translates else size.positions
+
+    def _length(self, size: GenerationSize) -> int:
+        return size.tokens // 2 + 1 if self._translates else size.length
 
     def _fitting(self, key: LaneKey, positions: int, idle: bool = False) -> int:
         if self._rows_in_memory is None:
@@ -599,6 +609,7 @@ class Backlog:
             sum([one.busy_s() for one in self._common.models.values() if one is not model]),
             model.shares_calls,
             partial(self._common.rows_in_memory, model),
+            model.manifest.task == "translate",
         )
 
     def _classify_lane(self, key: LaneKey) -> ClassifyLane | None:

@@ -4,7 +4,8 @@ import pytest
 
 from serve.engine.backlog import GenerationSize, ModelBacklog
 from serve.engine.cost import IDLE_ANSWER_S, Cost, CostKey
-from serve.engine.job import LaneKey
+from serve.engine.job import LaneKey, Limits
+from tests.stepped import SteppedEngine, translation
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11
@@ -55,3 +56,25 @@ def test_what_a_full_window_keeps_is_read_again(model_backlog: ModelBacklog) -> 
     expected_s = 10 * each_s + 99 * (line[0] + line[1] * long.length) + IDLE_ANSWER_S
     assert long.length == 15
     assert model_backlog.idle_s(KEY, long) == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_a_token_of_a_translation_takes_as_long_as_its_answer_is_whatever_the_source() -> None:
+    engine, key = SteppedEngine(Limits()), LaneKey("t", "generate", 1)
+    cost = engine.model("t").cost
+
+    def token_s(rows: int, length: int) -> float:  # every token runs its whole prefix again
+        return 0.001 + 0.0001 * rows * length
+
+    for length in (*range(1, 40),) * 4:
+        for rows in (1, 4):
+            cost.observe(CostKey("decode", 1), rows, length, token_s(rows, length))
+    cost.observe(CostKey("prefill", 1), 1, 100, 0.001)
+    expected_s = sum(token_s(1, length) for length in range(1, 31))
+    backlog = engine._backlog.of_model(engine.model("t"))
+    found_s = backlog.idle_s(key, GenerationSize(100, 30)) - IDLE_ANSWER_S
+    assert found_s == pytest.approx(expected_s, rel=0.1)
+    engine.submit(translation(key, 100, 30, lambda event: None))
+    backlog = engine._backlog.of_model(engine.model("t"))
+    ready_s = backlog.ready_s(key, GenerationSize(100, 30)) / cost.caution
+    both_s = sum(token_s(2, length) for length in range(1, 31))
+    assert ready_s == pytest.approx(both_s, rel=0.1)
