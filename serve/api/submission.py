@@ -48,7 +48,7 @@ from serve.engine.job import (
 )
 from serve.engine.search import Translation
 from serve.engine.writing import MAX_SEED, Generation, GenerationRequest, Sampling
-from serve.errors import InvalidField, Unprocessable
+from serve.errors import ImpossibleDeadline, InvalidField, Unprocessable
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
 from serve.inputs.rows import Input, InputRow, greatest_length, least_length, row_length
 from serve.settings import Settings
@@ -435,9 +435,9 @@ class Submission:
     ) -> tuple[list[InputRow], ClassifiedEvent]:
         """Read so many rows, and classify or embed them; raises the error if that fails.
 
-        Rows that cannot be classified in time are refused before they are read.
+        Rows that the queue leaves no time for are refused before they are read.
         """
-        lane, manifest = self._lane(), self.served.manifest
+        lane, manifest, until = self._lane(), self.served.manifest, self.deadline
         if traced or embeds:
             lane = lane._replace(traced=traced, embeds=embeds)
         if self.deadline is not None:
@@ -446,8 +446,13 @@ class Submission:
             shortest, longest = (
                 (length(manifest),) * rows for length in (least_length, greatest_length)
             )
-            self.engine.check_early(lane, least, shortest, longest, self.deadline)
-        inputs = await reader.read(self.exchange, characters, self.deadline, read)
+            try:
+                self.engine.check_early(lane, least, shortest, longest, self.deadline)
+            except ImpossibleDeadline:
+                if shortest == longest:
+                    raise
+                until = None  # read all the same: the least time to name depends on the lengths
+        inputs = await reader.read(self.exchange, characters, until, read)
         events = EventQueue()
         job = classification_job(
             inputs,

@@ -1,19 +1,26 @@
 """What the scheduler does with more than it can serve, on a clock of its own; see simulated."""
 
+import asyncio
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from serve.api.body import ClassifyRequest, Reader
+from serve.api.submission import Submission
 from serve.engine.cost import IDLE_ANSWER_S, CostKey
 from serve.engine.job import Deadline, Job, Limits
 from serve.errors import ImpossibleDeadline, QueueFull, TooBusy
-from tests.simulated import LADDER, LATE, Request, Simulation, capacity, poisson, usual_cost
+from serve.exchange import Exchange, OwnConnection
+from serve.inputs.rows import InputRow
+from serve.settings import Settings
+from tests.simulated import LADDER, LATE, MODEL, Request, Simulation, capacity, poisson, usual_cost
+from tests.stepped import classification
 
 RATE = capacity(LADDER[-1])
 LIMITS = Limits(degrade_wait_s=0.5)
@@ -88,6 +95,36 @@ def test_what_no_text_could_meet_is_refused_unread() -> None:
     engine = simulation.engine
     with pytest.raises(ImpossibleDeadline, match="even on an idle server"):
         engine.check_early(LATE, LADDER[0], (1,), (128,), Deadline(engine.now_s, 1e-6))
+
+
+@pytest.mark.parametrize("characters", [400, 40_000])
+def test_the_least_time_that_is_named_is_that_of_the_text(characters: int) -> None:
+    simulation = Simulation(LIMITS)
+    simulation.run(poisson(RATE, 0.5, 1, 0.25))
+    engine = simulation.engine
+    exchange = Exchange(engine.now_s, connection=cast(OwnConnection, object()))
+    asked = ClassifyRequest.model_validate({"input": "-", "deadline_ms": 0.01})
+    submission = Submission.of(exchange, engine, engine.catalog.find(MODEL), asked)
+    engine.submit(classification(submission._lane(), (8,), lambda event: None, choices=(1,)))
+    while engine.jobs():
+        engine.step()
+
+    reader = Reader(Settings(), engine)
+
+    def read() -> list[InputRow]:
+        time.sleep(0.001)  # longer than the deadline
+        return [InputRow([1] * 128)]
+
+    async def ask() -> None:
+        await submission.classify(reader, 1, characters, read)
+
+    with pytest.raises(ImpossibleDeadline) as error:
+        asyncio.run(ask())
+    reader.close()
+    least_s = error.value.details["least_ms"] / 1000
+    again = Request(engine.now_s, (128,), least_s)
+    simulation.run([again])
+    assert again.outcome == "done"
 
 
 def test_one_row_on_an_idle_server_has_the_time_of_one_row_however_full_batches_were() -> None:
