@@ -71,8 +71,8 @@ def _timed(served: Served) -> Iterator[TimedCall]:
             yield _timed_classifier(served, steps, 1)
             if (most := served.model.most_parts) > 1:
                 yield _timed_classifier(served, steps, min(_MOST_ROWS, rows_for(most)))
-        elif served.manifest.task == "generate":
-            yield from _timed_decoder(served, steps)
+        else:
+            yield from _timed_batches(served, steps)
 
 
 def _timed_classifier(served: Served, steps: int, rows: int) -> TimedCall:
@@ -84,19 +84,20 @@ def _timed_classifier(served: Served, steps: int, rows: int) -> TimedCall:
     return TimedCall(CostKey("classify", steps), length, seconds, rows)
 
 
-def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
+def _timed_batches(served: Served, steps: int) -> Iterator[TimedCall]:
     tokens = largest_tokens(served.manifest)[:_PROMPT_TOKENS]
     if len(tokens) < 2:
         return
-    decoder = served.model.decoder(steps)
-    seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
+    model, translates = served.model, served.manifest.task == "translate"
+    batches = model.translator(steps) if translates else model.decoder(steps)
+    seconds = _least_s(lambda: batches.open_batch().add(tokens[:-1]))
     yield TimedCall(CostKey("prefill", steps), len(tokens) - 1, seconds)
-    batch = decoder.open_batch()
+    batch = batches.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield TimedCall(CostKey("decode", steps), len(tokens), seconds)
+    yield TimedCall(CostKey("decode", steps), batch.lengths[0], seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:

@@ -1,19 +1,24 @@
 """Loading models while others are served: what goes wrong with one folder stays with it."""
 
 import asyncio
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from serve.bundle import Bundle, read_bundle
-from serve.catalog import Catalog, open_catalog
+from serve.catalog import Catalog, Served, open_catalog
 from serve.command import serving
+from serve.engine.cost import Cost, CostKey
 from serve.engine.engine import Engine
 from serve.engine.job import Limits
-from serve.loading import Loading
+from serve.loading import Loading, measure_first_calls
 from serve.metrics import Metrics
+from serve.runtime import open_model
 from serve.settings import Settings
 from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_folders import generate_bundle, translate_bundle
 
 
 @pytest.fixture
@@ -51,3 +56,12 @@ def test_the_example_at_start_has_a_key_where_one_is_needed(
     said = serving(catalog, "http://127.0.0.1:8000", needs_key=needs_key)
     (example,) = [line for line in said.splitlines() if line.startswith("  curl ")]
     assert ("-H 'Authorization: Bearer KEY' http://" in example) == needs_key
+
+
+def test_the_first_calls_of_every_task_that_writes_are_timed() -> None:
+    for bundle in (generate_bundle(), translate_bundle()):
+        cost = Cost()
+        with closing(open_model(bundle, threads=1)) as model:
+            measure_first_calls(Served.open(replace(bundle, latency=None), model), cost)
+        for steps in bundle.manifest.steps:
+            assert cost.knows(CostKey("prefill", steps)) and cost.knows(CostKey("decode", steps))
