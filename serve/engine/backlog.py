@@ -552,7 +552,9 @@ class Backlog:
         """
         idle = self._jobs.idle
         # On the network, in the queue for parsing, and while it was parsed.
-        spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
+        spent_s = now_s - deadline.arrived_s
+        if spent_s <= _USUAL_S:
+            spent_s = 0.0
         if idle:
             if not spent_s:
                 self._common.lower_caution()

@@ -97,6 +97,15 @@ def test_what_no_text_could_meet_is_refused_unread() -> None:
         engine.check_early(LATE, LADDER[0], (1,), (128,), Deadline(engine.now_s, 1e-6))
 
 
+def test_a_slowly_sent_body_makes_no_short_deadline_impossible() -> None:
+    simulation = Simulation(LIMITS)
+    alone_s = usual_cost(LADDER[0], 1, 64) + IDLE_ANSWER_S
+    simulation.engine.now_s = 3.0  # when it is there
+    slow = Request(0.0, (64,), 1.5 * alone_s)
+    simulation.run([slow])
+    assert slow.outcome == "deadline_lapsed"
+
+
 @pytest.mark.parametrize("characters", [400, 40_000])
 def test_the_least_time_that_is_named_is_that_of_the_text(characters: int) -> None:
     simulation = Simulation(LIMITS)
