@@ -40,6 +40,7 @@ class Request:
     ended_s: float = 0.0
     taken: list[int] = field(default_factory=list)  # steps of each row
     retry_after_s: float = 0.0
+    least_s: float | None = None  # of an impossible deadline
 
     @property
     def in_time(self) -> bool:
@@ -99,6 +100,8 @@ class Simulation:
         except ServeError as error:
             self.end(request, error.code)
             request.retry_after_s = getattr(error, "retry_after_s", 0.0)
+            if (least_ms := error.details.get("least_ms")) is not None:
+                request.least_s = least_ms / 1000
             return None
         return job
 

@@ -528,7 +528,8 @@ class Backlog:
         if late_s > 0:
             own_late_s = model_backlog.ready_s(key, size) - (deadline.ends_s - now_s)
             slowed = own_late_s <= 0 or model_backlog.beside_s(key, size) > deadline.given_s
-            idle_s = model_backlog.idle_s(key, size)
+            # As it would be predicted on an idle server, which would refuse less than that.
+            idle_s = model_backlog.idle_s(key, size) * self._common.models[key.model].cost.caution
             self._refuse(deadline, key.steps, idle_s, late_s, slowed, now_s)
 
     def _next_end_s(self) -> float:

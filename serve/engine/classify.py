@@ -335,8 +335,8 @@ class ClassifyLane:
     # Predictions.
 
     def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
-        """The time of these rows on an idle server, including the way out."""
-        return self._alone_s(steps, lengths) + IDLE_ANSWER_S
+        """The least time that an idle server takes these rows for, including the way out."""
+        return self._alone_s(steps, lengths) * COST_MARGIN + IDLE_ANSWER_S
 
     def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:
         """The least lateness of a job due then that queues behind all others."""
@@ -352,8 +352,7 @@ class ClassifyLane:
         """
         due_s, least, lengths = due_s_of(job), self._choices(job)[0], job.lengths
         place = bisect_right(self.waiting, due_s, key=lambda row: row.due_s)
-        # The batch that it will be in; if nothing waits, it begins one.
-        call_s = self._costs.usual_s(least) if self.waiting else 0.0
+        call_s = self._costs.usual_s(least)
         each_s = beside_s / self._max_rows  # other lanes' work, per row
         own_s = self._costs.rows_s(least, lengths)
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(lengths))
@@ -371,8 +370,10 @@ class ClassifyLane:
                 if row_done_s * _HEADROOM - row_due_s > late_s:
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
-        alone_s = self._alone_s(least, lengths)
-        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * COST_MARGIN
+        # If nothing waits, its rows begin calls of their own.
+        shared_s = max(own_s, call_s) if self.waiting else 0.0
+        last_s = max(self._alone_s(least, lengths), shared_s)
+        done_s = (done_s - own_s) * _HEADROOM + last_s * COST_MARGIN
         return start_s + beside_s + max(late_s, done_s - due_s) + self._answer_time.seconds
 
     def _alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:

@@ -97,6 +97,17 @@ def test_what_no_text_could_meet_is_refused_unread() -> None:
         engine.check_early(LATE, LADDER[0], (1,), (128,), Deadline(engine.now_s, 1e-6))
 
 
+def test_the_least_time_that_a_busy_server_names_is_enough_for_an_idle_one() -> None:
+    simulation = Simulation(LIMITS, noise=0.0)
+    busy, refused = Request(0.0, (64,)), Request(1e-4, (128,) * 40, 0.001)
+    simulation.run([busy, refused])
+    assert refused.outcome == "impossible_deadline" and refused.least_s is not None
+    assert not simulation.call()  # it rests
+    again = Request(simulation.now_s, (128,) * 40, refused.least_s)
+    simulation.run([again])
+    assert again.outcome == "done"
+
+
 def test_a_slowly_sent_body_makes_no_short_deadline_impossible() -> None:
     simulation = Simulation(LIMITS)
     alone_s = usual_cost(LADDER[0], 1, 64) + IDLE_ANSWER_S

@@ -105,6 +105,23 @@ def test_short_prompts_are_not_taken_to_be_as_long_as_the_longest_beside_them() 
     assert refused.value.details["least_ms"] == pytest.approx(1000 * alone_s, rel=0.1)
 
 
+def test_the_least_time_that_a_busy_server_names_is_enough_for_an_idle_one() -> None:
+    simulation = WritingSimulation(Limits(), noise=0.3)
+    simulation.run([Wish(0.02 * number, 40, 40, steps=8) for number in range(60)])
+    engine, events = simulation.engine, list[Event]()
+    assert engine.model("m").cost.caution > 1.2
+    engine.submit(generation(lane_of(8), 20, 5, events.append))
+    engine.step()
+    with pytest.raises(ImpossibleDeadline) as refused:
+        engine.submit(
+            generation(lane_of(8), 60, 60, events.append, deadline=Deadline(engine.now_s, 0.001))
+        )
+    while engine.jobs():
+        engine.step()
+    deadline = Deadline(engine.now_s, refused.value.details["least_ms"] / 1000)
+    engine.submit(generation(lane_of(8), 60, 60, events.append, deadline=deadline))
+
+
 def test_memory_that_others_hold_makes_no_time_impossible() -> None:
     def submit(tokens: int, count: int, steps: int, given_s: float | None = None) -> None:
         deadline = None if given_s is None else Deadline(engine.now_s, given_s)
