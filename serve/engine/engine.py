@@ -594,15 +594,16 @@ class Engine:
     def _lapse(self, jobs: Iterable[Job]) -> Deliveries:
         """End jobs whose deadline has passed or cannot be met."""
         deliveries: Deliveries = []
-        requests: set[tuple[str, object]] = set()  # each may have several jobs
+        # A request may have several jobs, which share its deadline; ids are chosen by clients.
+        requests: dict[int, str] = {}
         for job in jobs:
             assert job.deadline is not None
             text = job.work.text if isinstance(job.work, Generation) else None
             if self._jobs.end(job):
-                requests.add((job.lane.name, job.request_id or job))
+                requests[id(job.deadline)] = job.lane.name
                 error = DeadlineLapsed(job.deadline.given_s, text)
                 deliveries.append((job.work.deliver, FailedEvent(error)))
-        for name, _ in requests:
+        for name in requests.values():
             self.metrics.lapsed.labels(name).inc()
         return deliveries
 
