@@ -592,19 +592,20 @@ class Decoding:
             model.threw = None
             self._count(parts)
         deliveries: Deliveries = []
-        for lane, error in failed.items():
+        for others, (lane, error) in enumerate(failed.items()):
             # The caches of its batch may be in any state, so all its jobs end.
             jobs = [job for part in planned if part.lane is lane for job in part.jobs]
-            deliveries += model.fail(lane.key, jobs, error)
+            deliveries += model.fail(lane.key, jobs, error, counted=others > 0)
             lane.drop_batch()
         for part in parts:
             if part.ends:
                 model.cost.observe_usual((part.lane.key, "decode"), ran_s - part.lane.begun_s)
         deliveries += take_in(model, events, ran_s)
-        for lane, error in lost.items():  # with the tokens that it had
+        # With the tokens that they had.
+        for others, (lane, error) in enumerate(lost.items(), len(failed)):
             kept = lane.requeued  # they are read again
             rows = [job for job in lane.rows if job.state is not State.ENDED and job not in kept]
-            deliveries += model.fail(lane.key, rows, error)
+            deliveries += model.fail(lane.key, rows, error, counted=others > 0)
             lane.drop_batch()
         if single:  # in a shared call others would make it seem slower
             # Including what follows the call, since the next call waits for that too.

@@ -305,8 +305,10 @@ class EngineModel:
         if self.common.jobs.end(job):
             deliveries.append((job.work.deliver, event))
 
-    def fail(self, lane: LaneKey, jobs: Iterable[Job], error: Exception) -> Deliveries:
-        """A call threw: end the jobs in it."""
+    def fail(
+        self, lane: LaneKey, jobs: Iterable[Job], error: Exception, counted: bool = False
+    ) -> Deliveries:
+        """A call threw: end the jobs in it. `counted` if it failed in another lane too."""
         jobs = list(jobs)
         ids = request_ids(jobs)
         _log.error(
@@ -315,7 +317,8 @@ class EngineModel:
             exc_info=error,
             extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
-        self.common.metrics.runtime_failures.labels(lane.name).inc()
+        if not counted:
+            self.common.metrics.runtime_failures.labels(lane.name).inc()
         self.threw = lane
         self.check.due_s = self.common.clock() + _AGAIN_S
         failure = ModelFailure(

@@ -1,7 +1,9 @@
 """Each request and each call counts once, whatever names clients give and however many share it."""
 
+import pytest
+
 from serve.engine.job import Deadline, Job
-from tests.generation_jobs import FOUR, engine
+from tests.generation_jobs import FOUR, ONE, TWO, decoded, engine, generate, started
 from tests.stepped import SteppedEngine, generation
 
 
@@ -25,3 +27,17 @@ def test_requests_whose_clients_chose_the_same_id_lapse_each_for_itself() -> Non
     s.step()
     assert s.jobs() == []
     assert counted(s, "deadlines") == counted(s, "lapsed") == 4
+
+
+def test_a_call_that_step_counts_share_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = engine(most_lanes=3)
+    jobs = [generate("a", lane=ONE), generate("b", lane=TWO), generate("c", lane=FOUR)]
+    started(s, *jobs)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("tests.stepped.CountedMix.advance", fail)
+    call = decoded(s)
+    assert len(call.what) == 3 and s.jobs() == []
+    assert counted(s, "runtime_failures") == 1
