@@ -97,7 +97,7 @@ class Exchange:
     model: str = ""  # the model that serves it
     steps: int | None = None  # None until the work was accepted
     reason: str | None = None  # of the budget decision
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)  # that the engine took
     computed_s: float | None = None  # when the last model call ended
     _watchers: list[Callable[[], None]] = field(default_factory=list)
 

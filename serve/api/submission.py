@@ -388,7 +388,6 @@ class Submission:
         exchange, holder = self.exchange, self.exchange.holder
         for job in jobs:
             job.request_id = exchange.id
-        exchange.jobs.extend(jobs)
         if holder is None:
             self.engine.submit(*jobs)
         else:
@@ -399,6 +398,7 @@ class Submission:
             except BaseException:
                 holder.return_tokens(tokens)
                 raise
+        exchange.jobs.extend(jobs)
         unwatch = exchange.watch(events.leave)
         timer = None
         # The engine checks deadlines between its calls; this timer works even while a call is
