@@ -91,9 +91,9 @@ _REQUESTS = {
     "stepdial_requests_total": Use(
         "requests",
         "the share of answers that are errors of the server",
-        'sum(rate(stepdial_requests_total{code=~"5..",route=~"/v.*",route!~"/v2/health/.*|.*/ready"}'
-        '[5m])) / sum(rate(stepdial_requests_total{route=~"/v.*",route!~"/v2/health/.*|.*/ready"}'
-        "[5m]))",
+        'sum(rate(stepdial_requests_total{code=~"5..",route=~"/v1/.*|/v2/.*/infer",'
+        'route!~"/v1/models.*"}[5m])) / sum(rate(stepdial_requests_total{'
+        'route=~"/v1/.*|/v2/.*/infer",route!~"/v1/models.*"}[5m]))',
     ),
     "stepdial_request_seconds": Use(
         "seconds",
