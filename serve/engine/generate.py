@@ -130,6 +130,7 @@ class GenerateLane:
         self.due = 0.0  # the call from which the lane may take part again
         self.begun_s = 0.0  # when the present token was begun
         self.prefill_s = 0.0  # spent on the present prefill
+        self.stepped = key.steps  # of a row in its last whole token, those of drafts included
         self._batches = batches
         self._most_rows = 0  # since the lane was last empty
 
@@ -509,6 +510,7 @@ class Decoding:
     def _token(self, part: DecodePart) -> FloatArray:
         """Logits (B, V) after the last tokens of all rows; a row that is alone may speculate."""
         lane = part.lane
+        lane.stepped = lane.key.steps
         if self._may_speculate(part) and (lead := lane.leads.lead):
             return self._speculate(lane, generation_of(part.jobs[0]), lead)
         lane.speculation = None
@@ -531,7 +533,9 @@ class Decoding:
         if not drafted_right:
             speculation.keep(0)
             speculation.begin(work.last_token)
+        lane.stepped = 0
         while True:
+            lane.stepped += len(speculation.tokens)
             output = speculation.advance()
             if output.drafts is not None:
                 self._draft(lane, work, output.drafts, done=output.last is not None)
@@ -630,7 +634,7 @@ class Decoding:
         metrics.batch_rows.labels(self.model.name, "decode").observe(rows)
         for part in parts:
             key = part.lane.key
-            steps = key.steps if part.whole else 1
+            steps = part.lane.stepped if part.whole else 1
             metrics.decoded(key, len(part.jobs), steps, self.model.nfe(key.steps))
 
 

@@ -41,3 +41,16 @@ def test_a_call_that_step_counts_share_fails_once(monkeypatch: pytest.MonkeyPatc
     call = decoded(s)
     assert len(call.what) == 3 and s.jobs() == []
     assert counted(s, "runtime_failures") == 1
+
+
+def test_a_call_that_step_counts_share_is_a_step_of_each_row() -> None:
+    s = engine(most_lanes=3)
+    started(s, generate("a", lane=ONE), generate("b", lane=TWO), generate("c", lane=FOUR))
+    labels = {"model": "g", "kind": "decode"}
+
+    def steps() -> float:
+        return s.metrics.registry.get_sample_value("stepdial_steps_total", labels) or 0.0
+
+    before = steps()
+    assert len(decoded(s).what) == 3
+    assert steps() == before + 3

@@ -10,7 +10,8 @@ from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
 from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.runtime.protocol import MOST_AHEAD
+from serve.runtime.mixing import OrtSpeculation
+from serve.runtime.protocol import MOST_AHEAD, StepOutput
 from tests.engine_bench import Caller
 from tests.fixtures.tiny_bundles import build_generate
 
@@ -71,3 +72,31 @@ def test_no_token_depends_on_the_lead(
     for counted in drafted[1:]:
         assert counted[0] is not None and counted[1] is not None
         assert 0 < counted[1] <= counted[0] and np.isfinite(counted[0])
+
+
+def test_what_is_drafted_in_vain_counts_as_work(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = build_generate(tmp_path_factory.mktemp("bundles") / "g", steps=(1, 8))
+    served = Served.open(bundle, open_model(bundle, threads=1))
+    monkeypatch.setattr(LeadTuner, "lead", 2)
+    taken, advance = [], OrtSpeculation.advance
+
+    def watched(self: OrtSpeculation) -> StepOutput:
+        taken.append(len(self.tokens))
+        return advance(self)
+
+    monkeypatch.setattr(OrtSpeculation, "advance", watched)
+    monkeypatch.setattr(Generation, "drafts", lambda *_, ahead: [5])  # seldom right
+    metrics, caller, tokens = Metrics(), Caller(), 60
+    engine = Engine(Catalog([served]), Limits(), metrics)
+    engine.start()
+    wish = GenerationRequest([5, 6, 7], tokens, 80, Sampling(temperature=1.0, seed=1))
+    lane = LaneKey(served.name, "generate", 8)
+    engine.submit(Job(lane, Generation(wish, served.codec, caller.deliver), (3,), 63))
+    caller.last()
+    engine.stop()
+    labels = {"model": served.name, "kind": "decode"}
+    for name in ("steps", "velocity_evaluations"):
+        counted = metrics.registry.get_sample_value(f"stepdial_{name}_total", labels)
+        assert counted == sum(taken) > 8 * (tokens - 1)
