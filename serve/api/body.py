@@ -587,6 +587,7 @@ class Reader:
         self._checks = _ReaderThread("check", engine.unread)
         self._reads = _ReaderThread("read", engine.unread)
         self._arriving_bytes = 0
+        engine.unread.wait_s = lambda: max(self._checks.wait_s, self._reads.wait_s)
 
     @contextmanager
     def receiving(self) -> Iterator[Callable[[int], None]]:

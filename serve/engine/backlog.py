@@ -488,7 +488,8 @@ class Backlog:
         each_s = self.waiting_s() / max(1, self._jobs.queued)
         wait_s = self.wait_s(now_s)
         turn_s = self._retry_after.turn_s(now_s, wait_s, each_s, jobs)
-        return min(turn_s, max(wait_s, self._limits.queue_wait_s))
+        turn_s = min(turn_s, max(wait_s, self._limits.queue_wait_s))
+        return max(turn_s, self._common.unread.wait_s())
 
     def _check_places(self, now_s: float, jobs: int) -> None:
         queued = self._jobs.queued + self._common.unread.waiting

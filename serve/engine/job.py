@@ -150,6 +150,7 @@ class Unread:
 
     waiting: int = 0
     running: int = 0
+    wait_s: Callable[[], float] = lambda: 0.0  # until all of them are parsed
 
 
 class Waiting(deque[Job]):

@@ -106,6 +106,22 @@ def test_the_queue_is_full_whatever_it_waits_for(
     let_go(slow.turns, sent)
 
 
+def test_who_is_refused_is_told_how_long_the_others_will_be_read(
+    server: FakeServer, slow: Slow, pool: ThreadPoolExecutor
+) -> None:
+    slow.seconds = 0.3
+    assert ask(server).status_code == 200  # from now on it is known how long reading takes
+    sent = hold(server, slow, pool, QUEUE)
+    slow.seconds = 0.0
+    reading_s = server.engine.unread.wait_s()
+    assert reading_s > 0.2
+    for body in ({}, {"input": "short"}):
+        response = ask(server, **body)
+        assert response.status_code == 429, response.text
+        assert int(response.headers["retry-after-ms"]) >= 1000 * reading_s
+    let_go(slow.turns, sent)
+
+
 def test_a_deadline_counts_while_an_input_waits_to_be_read(
     server: FakeServer, slow: Slow, pool: ThreadPoolExecutor
 ) -> None:
