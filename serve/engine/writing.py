@@ -276,10 +276,10 @@ class Generation(Work):
             self.finish_reason = "length"
         if not self._by_pieces:
             return TokenEvent(index, "")
-        begun = self._characters
+        begun, context = self._characters, self._written.context
         text = self._push(token)
         self._pieces.append(text)
-        return TokenEvent(index, text, self._logprob(logits, token, begun))
+        return TokenEvent(index, text, self._logprob(logits, token, begun, context))
 
     def _push(self, token: int) -> str:
         """The text that may be sent now."""
@@ -306,18 +306,20 @@ class Generation(Work):
             span=span,
         )
 
-    def _logprob(self, logits: FloatArray, token: int, begun: int) -> ScoredToken | None:
-        """Of a token that was written behind so many characters, or behind bytes of a broken one,
-        which its own bytes completed.
+    def _logprob(
+        self, logits: FloatArray, token: int, begun: int, context: list[int]
+    ) -> ScoredToken | None:
+        """Of a token that was written behind so many characters, of which the context has the last,
+        or behind bytes of a broken one, which its own bytes completed.
         """
         if self.request.logprobs is None:
             return None
-        text = self._codec.decode([token])
+        text = self._codec.decode_behind(context, token)
         chosen, top = likelihood(logits, token, self.request.logprobs)
         logprob = ScoredToken(
             token=text,
             logprob=chosen,
-            top=tuple((self._codec.decode([other]), value) for other, value in top),
+            top=tuple((self._codec.decode_behind(context, other), value) for other, value in top),
             offset=max(begun, self._characters - len(text)),
         )
         self._logprobs.append(logprob)

@@ -449,6 +449,15 @@ class TextCodec:
             text = self._short[key] = self._decode(tokens)
         return text
 
+    def decode_behind(self, known: list[int], token: int) -> str:
+        """The text of a token behind others, with the space that it may begin with; U+FFFD if it is
+        part of a character.
+        """
+        text = self.decode([token])
+        if _REPLACEMENT in text:
+            return text
+        return self.decode([*known, token])[len(self.decode(known)) :]
+
     def _encode(self, text: str, param: str, head: int, tail: int) -> Encoded:
         if not text:
             raise Unprocessable(f"{param} is empty: send some text", param=param)
@@ -572,6 +581,11 @@ class TextStream:
         self._context = 0  # first token of the window that is decoded again
         self._written = len(self._tokens)  # tokens whose text was returned
 
+    @property
+    def context(self) -> list[int]:
+        """The last tokens whose text was returned, on which that of the next one can depend."""
+        return self._tokens[self._context : self._written]
+
     def push(self, token: int) -> str:
         """The text that this token completes: usually its own, sometimes none."""
         self._tokens.append(token)
@@ -594,7 +608,7 @@ class TextStream:
         return self._advance(self._pending()) if self._written < len(self._tokens) else ""
 
     def _pending(self) -> str:
-        known = self._codec.decode(self._tokens[self._context : self._written])
+        known = self._codec.decode(self.context)
         return self._codec.decode(self._tokens[self._context :])[len(known) :]
 
     def _advance(self, text: str) -> str:

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from serve.api.openai import read_chat
 from serve.bundle import Bundle, BundleError, TextInput
+from serve.engine.job import ScoredToken
 from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.errors import Unprocessable
 from serve.inputs.chat import ChatTemplate, Message
@@ -282,6 +283,28 @@ def test_every_token_has_the_place_of_its_text_also_behind_broken_characters() -
     ]
     assert work.text == "a\ufffdbéa\ufffd"
     assert [one and one.offset for one in scores] == [0, 1, 2, 3, 3, 4, 5]
+
+
+def scored(codec: TextCodec, prompt: list[int], tokens: list[int]) -> tuple[str, list[ScoredToken]]:
+    """The text of an answer, and what is reported of its tokens."""
+    wanted = GenerationRequest(prompt, len(tokens), 99, Sampling(temperature=0.0), logprobs=99)
+    work = Generation(wanted, codec, lambda event: None)
+    events = [work.accept(one, np.zeros(codec._spec.vocab_size, np.float32)) for one in tokens]
+    return work.text, [event.logprob for event in events if event.logprob is not None]
+
+
+def test_the_texts_of_tokens_have_their_spaces(tmp_path: Path) -> None:
+    llama = codec_with(sentence_pieces(), tmp_path)
+    text, tokens = scored(llama, llama.encode_prompt("the cat"), llama.encode_prompt("sat on"))
+    assert ("".join(one.token for one in tokens), [one.offset for one in tokens]) == (text, [0, 4])
+    alike = [token for token, _ in tokens[1].top if token.strip() == "o"]
+    assert sorted(alike) == [" o", "o"]  # two tokens
+    lines = "cat\nsat\n\non"
+    tokenizer = train_tokenizer([f"the {lines}\n"], "words", 20)
+    words = codec_with(tokenizer, tmp_path, kind="words", eos_id=None)
+    text, tokens = scored(words, words.encode_prompt("the"), words.encode_prompt(lines))
+    assert "".join(one.token for one in tokens) == text == f" {lines}"
+    assert [one.offset for one in tokens] == [0, 4, 5, 8, 9, 10]
 
 
 @pytest.mark.parametrize("text_codec", [CHARS, BPE], ids=["chars", "bpe"])
