@@ -218,7 +218,9 @@ class Generation(Work):
         self.sampler = Sampler(request.sampling, codec.banned_tokens)
         # If nobody reads pieces, the text is decoded once, at the end.
         self._by_pieces = request.stream or bool(request.stops) or request.logprobs is not None
-        self._written = TextStream(codec, request.prompt)
+        # A translation goes on from nothing: its prompt is the source.
+        self._before = request.prompt if codec.bos_id is None else []
+        self._written = TextStream(codec, self._before)
         self._filter = StopFilter(request.stops)
         self._pieces: list[str] = []
         self._characters = 0  # complete ones, including those that the stop filter holds back
@@ -233,8 +235,7 @@ class Generation(Work):
         """The text so far."""
         if self._by_pieces:
             return "".join(self._pieces)
-        prompt = self.request.prompt
-        return TextStream(self._codec, prompt).whole(self._tokens[len(prompt) :])
+        return TextStream(self._codec, self._before).whole(self._tokens[self._prompt_tokens :])
 
     @property
     def last_token(self) -> int:

@@ -146,6 +146,20 @@ def test_an_answer_begins_with_the_space_of_its_first_word(tmp_path: Path) -> No
         assert work.text == " sat on"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_source_of_a_translation_is_not_before_it(streams: bool, tmp_path: Path) -> None:
+    translator = codec_with(sentence_pieces(), tmp_path)
+    translator.bos_id = 1
+    source, tokens = translator.encode_prompt("the cat"), translator.encode_prompt("sat on")
+    greedy = Sampling(temperature=0.0)
+    work = Generation(
+        GenerationRequest(source, 99, 99, greedy, stream=streams), translator, lambda event: None
+    )
+    for token in tokens:
+        work.accept(token, np.zeros(translator._spec.vocab_size, np.float32))
+    assert work.text == "sat on" == translator.decode(tokens)  # which a beam search writes
+
+
 def test_after_the_window_has_filled_a_text_begins_as_in_training(tmp_path: Path) -> None:
     llama = codec_with(sentence_pieces(begin=True), tmp_path)
     prompt, on = llama.encode_prompt("the"), llama.encode_prompt("on")[1:]
