@@ -409,8 +409,8 @@ def run_largest(model: Model, steps: int) -> None:
     if manifest.labelled:
         rows = largest_row(manifest)[None]
         model.classifier(steps).run(rows)
-        if manifest.calibration is not None and steps == manifest.full_steps:
-            model.step_classifier(steps).run(rows)  # early answers use it
+        if model.single_steps and steps == manifest.full_steps:
+            model.step_classifier(steps).run(rows)  # early answers and traces use it
         return
     tokens = largest_tokens(manifest)
     if manifest.task == "translate":

@@ -1,6 +1,7 @@
 """Opening a bundle for running: threads, warming up, and graphs that break their promise."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_warm_up_opens_and_runs_every_rung(tmp_path: Path) -> None:
         model = OrtModel(bundle, 1)
         model.warm_up()
         assert model.open_steps == (1, 2, 4)
+
+
+def test_a_trace_needs_no_files_after_warm_up(tmp_path: Path) -> None:
+    """Another bundle may have taken their place by then."""
+    model = OrtModel(build_classify(tmp_path / "c"), 1)
+    model.warm_up()
+    shutil.rmtree(tmp_path / "c")
+    found = model.step_classifier(2).traced(np.ones((1, 3), np.int64), None)
+    assert found.readouts is not None and len(found.readouts) == 2
 
 
 def test_rungs_open_when_first_asked_for(generate_bundle: Bundle) -> None:
