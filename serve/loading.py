@@ -213,14 +213,15 @@ class Loading:
             self._manifests[folder] = None  # so that what comes there later is new
             return
         bundle = await asyncio.to_thread(read_bundle, folder, verify=False)
-        if bundle.manifest == self._manifests.get(folder):
+        known = self._manifests.get(folder)
+        if bundle.manifest == known:
             return
-        if self._manifests.get(folder) is None:
+        if known is None or bundle.manifest.name != known.name:
             self._check_new(bundle)
         self._manifests[folder] = (await self._load(folder)).loaded.manifest
 
     def _check_new(self, bundle: Bundle) -> None:
-        """Refuse a new folder with the name of a model from another folder that still exists."""
+        """Refuse a folder that now has the name of a model from another one that still exists."""
         served = self._engine.catalog.get(bundle.manifest.name)
         if served is None or served.bundle.folder.absolute() == bundle.folder:
             return

@@ -49,6 +49,20 @@ def test_an_error_of_ours_with_one_folder_does_not_keep_the_others_from_being_re
     assert found["tiny-generate"] > edition["tiny-generate"]
 
 
+def test_a_bundle_with_a_new_name_does_not_replace_the_model_of_another_folder(
+    catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = catalog
+    loading = Loading(Engine(catalog, Limits(), Metrics()), Settings(threads=1))
+    build_classify(first.bundle.folder, name=second.name)
+    asyncio.run(loading.reload())
+    assert f"is named {second.name}, like {second.bundle.folder}" in caplog.text
+    assert [*loading._engine.catalog] == [first, second]
+    build_classify(first.bundle.folder, name="renamed")
+    asyncio.run(loading.reload())
+    assert [one.name for one in loading._engine.catalog] == [first.name, second.name, "renamed"]
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_example_at_start_has_a_key_where_one_is_needed(
     catalog: Catalog, needs_key: bool
