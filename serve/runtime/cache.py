@@ -114,7 +114,10 @@ def can_map_shared() -> bool:
 
 def _plain(nbytes: int) -> Bytes:
     """Memory that cannot be mapped twice; only pages that are written take any."""
-    mapped = mmap.mmap(-1, nbytes)
+    try:
+        mapped = mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise _no_memory(nbytes, error) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_NOHUGEPAGE)
@@ -154,8 +157,12 @@ def _new_mapping(nbytes: int) -> _Mapping:
             _map_file(address, nbytes, file, 0)
             undone.pop_all()
     except OSError as error:
-        raise MemoryError(f"no {nbytes} bytes for caches ({error.strerror})") from error
+        raise _no_memory(nbytes, error) from error
     return _Mapping(file, address, nbytes)
+
+
+def _no_memory(nbytes: int, error: OSError) -> MemoryError:
+    return MemoryError(f"no {nbytes} bytes for caches ({error.strerror})")
 
 
 def _nameless_file() -> int:

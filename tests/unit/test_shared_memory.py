@@ -178,6 +178,11 @@ def test_threads_that_take_and_drop_at_once_share_no_memory(
     assert not raised
 
 
+def test_too_much_plain_memory_is_a_memory_error_too() -> None:
+    with pytest.raises(MemoryError, match="bytes for caches"):
+        cache._plain(1 << 62)
+
+
 def test_plain_memory_of_which_little_is_written_is_little() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
