@@ -119,7 +119,7 @@ class Catalog:
             return found
         names = [served.name for served in self]
         raise UnknownModel(
-            f"no model named {name!r} is served; there are: {', '.join(names)}",
+            f"no model named {name!r} is served; there are: {', '.join(names) or 'none'}",
             param="model",
             models=names,
         )
@@ -155,7 +155,7 @@ class Catalog:
             )
         names = [served.name for served in self]
         raise UnknownModel(
-            f"no model that can {tasks[0]} is served; there are: {', '.join(names)}",
+            f"no model that can {tasks[0]} is served; there are: {', '.join(names) or 'none'}",
             param="model",
             models=names,
         )

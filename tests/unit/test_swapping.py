@@ -87,6 +87,12 @@ def test_a_model_that_is_taken_away_answers_what_it_has_and_then_nothing() -> No
         bench.mood.gate.set()
         assert generated(caller).text == "defgh"
         wait_until(lambda: not bench.engine.leaving)
+        for name in ("tiny-classify", "tiny-translate"):
+            bench.engine.dismiss(bench.catalog.find(name))
+        with pytest.raises(UnknownModel, match=r"is served; there are: none$"):
+            bench.catalog.find("tiny-generate")
+        with pytest.raises(UnknownModel, match=r"is served; there are: none$"):
+            bench.catalog.pick(None, ("classify", "tag"))
 
 
 def test_what_a_model_promises_is_shown_as_long_as_it_is_served() -> None:
