@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NotRequired
 
 from fastapi import APIRouter
@@ -405,13 +406,15 @@ def native_routes(engine: Engine, reader: Reader) -> APIRouter:
         check_count(asked.input, reader.settings.max_inputs)
         check_kinds(asked.input, manifest)
         texts = manifest.input.kind == "text"
-        inputs, event = await submission.classify(
+        answering = submission.classify(
             reader,
             len(asked.input),
             sum(len(item.value) for item in asked.input) if texts else None,
-            lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
+            partial(read_items, asked.input, manifest, served.text, asked.truncate is not False),
             traced=asked.trace is True,
         )
+        del asked  # while its rows wait for the model
+        inputs, event = await answering
         spent = submission.timing(event.span)
         response: ClassifyResponse = {
             "id": submission.exchange.id,

@@ -453,6 +453,7 @@ class Submission:
                     raise
                 until = None  # read all the same: the least time to name depends on the lengths
         inputs = await reader.read(self.exchange, characters, until, read)
+        del read  # it may hold pictures and lists of numbers far larger than their rows
         events = EventQueue()
         job = classification_job(
             inputs,
