@@ -85,7 +85,8 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
     folder = Path(folder)
     try:
         there = folder.is_dir()
-    except OSError as error:  # a name that is too long, for example
+        has_manifest = (folder / MANIFEST_FILE).is_file()
+    except OSError as error:  # a name that is too long, or a folder that may not be read
         raise BundleError(
             f"cannot be opened ({error.strerror}); name the folder of a bundle", file=str(folder)
         ) from error
@@ -93,7 +94,7 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
         near = Path("zoo") / folder
         meant = f"; did you mean {near}?" if (near / MANIFEST_FILE).is_file() else ""
         raise BundleError(f"is no folder; name the folder of a bundle{meant}", file=str(folder))
-    if not (folder / MANIFEST_FILE).is_file():
+    if not has_manifest:
         held = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}"))
         if held:
             raise BundleError(

@@ -97,6 +97,17 @@ def test_a_link_in_place_of_a_file_is_refused(bundle: Bundle, tmp_path: Path) ->
         read_bundle(bundle.folder)
 
 
+def test_a_folder_that_may_not_be_read_is_refused(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(BundleError, match=r"cannot be opened \(Permission denied\); name the"):
+        read_bundle(bundle.folder)
+
+
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"has no manifest\.json, so it is no bundle"):
         read_bundle(tmp_path)
