@@ -451,6 +451,8 @@ class Engine:
     def dismiss(self, served: Served) -> None:
         """A model takes no more requests; those it has go on."""
         with self._lock:
+            if self.catalog.get(served.name) is not served:
+                return  # it was dismissed or replaced before
             self.catalog.remove(served.name)
             self.metrics.hide(served.name)
             self._leaving.append(served)

@@ -95,6 +95,20 @@ def test_a_model_that_is_taken_away_answers_what_it_has_and_then_nothing() -> No
             bench.catalog.pick(None, ("classify", "tag"))
 
 
+def test_a_model_that_was_taken_away_or_replaced_before_is_not_taken_away_again() -> None:
+    bench = Bench(Mood(), Limits())
+    old, served = bench.catalog.find("tiny-classify"), another(classify_bundle(), 1)[0]
+    bench.engine.serve(served)
+    bench.engine.dismiss(old)
+    assert bench.catalog.find("tiny-classify") is served and bench.engine.leaving == (old,)
+    assert bench.engine.step() is None and bench.engine.leaving == ()
+    bench.engine.dismiss(old)
+    for _ in range(2):
+        bench.engine.dismiss(served)
+    assert bench.engine.leaving == (served,)
+    assert bench.engine.step() is None and bench.engine.leaving == ()
+
+
 def test_what_a_model_promises_is_shown_as_long_as_it_is_served() -> None:
     topics, metrics = read_bundle(ZOO / "topics").manifest, Metrics()
     assert topics.calibration is not None
