@@ -58,11 +58,12 @@ def test_a_thread_that_cannot_start_costs_one_request(monkeypatch: pytest.Monkey
     assert asyncio.run(ask()) == 1
 
 
-def test_of_an_input_that_has_been_read_only_its_rows_wait_for_the_model() -> None:
+@pytest.mark.parametrize("text", ["read at once", "read on the thread " * 500])
+def test_of_an_input_that_has_been_read_only_its_rows_wait_for_the_model(text: str) -> None:
     """A picture as lists of numbers is thousands of times larger than its row."""
     bench = Bench(Mood(), Limits())
     settings = Settings(threads=1)
-    body = {"model": "tiny-classify", "input": ["a text", "another"], "steps": 2}
+    body = {"model": "tiny-classify", "input": [text, "another"], "steps": 2}
 
     def inputs() -> int:
         return sum(type(one) is Input for one in gc.get_objects())
@@ -74,7 +75,7 @@ def test_of_an_input_that_has_been_read_only_its_rows_wait_for_the_model() -> No
         async with httpx.AsyncClient(transport=transport, base_url="http://tests") as client:
             bench.mood.gate.clear()
             asked = asyncio.create_task(client.post("/v1/classify", json=body))
-            while not engine.running:
+            while not engine._jobs.running:
                 await asyncio.sleep(0.001)
             held = inputs() - before
             bench.mood.gate.set()
