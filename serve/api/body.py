@@ -611,9 +611,11 @@ class Reader:
         finally:
             self._arriving_bytes -= own_bytes
 
-    async def checked(self, exchange: Exchange, body: bytes, work: Callable[[], T]) -> T:
-        """The result of `work` on a body."""
-        if len(body) <= LARGE_BODY_BYTES:
+    async def checked(
+        self, exchange: Exchange, body: bytes, work: Callable[[], T], quick: bool = True
+    ) -> T:
+        """The result of `work` on a body: at once if it is small and `work` is quick then."""
+        if quick and len(body) <= LARGE_BODY_BYTES:
             return work()
         return await self._turn(self._checks, exchange, work, len(body), None)
 
@@ -846,8 +848,11 @@ async def read_body(exchange: Exchange, reader: Reader) -> bytes:
             "or without content-encoding"
         )
     packed = await _received(exchange, reader)
-    unpack = partial(_unpacked, packed, encoding, reader.settings.max_body_bytes)
-    return await reader.checked(exchange, packed, unpack)
+    unpack, most = partial(_unpacked, packed, encoding), reader.settings.max_body_bytes
+    if len(packed) <= LARGE_BODY_BYTES:
+        with suppress(PayloadTooLarge):  # it may be a thousand times that: for the thread
+            return unpack(min(most, LARGE_BODY_BYTES))
+    return await reader.checked(exchange, packed, partial(unpack, most), quick=False)
 
 
 # zlib's numbers for the two forms.

@@ -1,6 +1,8 @@
 """Bodies that are still arriving: together they have a limit, as those that wait have."""
 
 import asyncio
+import gzip
+import threading
 from typing import Any
 
 import pytest
@@ -60,4 +62,35 @@ def test_what_a_connection_has_sent_of_its_body_counts(monkeypatch: pytest.Monke
         assert len(await read_body(exchange(b"x" * 300, b"x" * 300, stops=False), reader)) == 600
 
     asyncio.run(sent())
+    reader.close()
+
+
+@pytest.mark.parametrize(("size", "on_loop"), [(2**15, True), (2**22, False)])
+def test_a_small_body_that_unpacks_to_a_large_one_leaves_the_event_loop_alone(
+    monkeypatch: pytest.MonkeyPatch, size: int, on_loop: bool
+) -> None:
+    unpack, threads = body._unpacked, []
+
+    def noted(*given: Any) -> bytes:
+        unpacked = unpack(*given)
+        threads.append(threading.current_thread())
+        return unpacked
+
+    monkeypatch.setattr(body, "_unpacked", noted)
+    reader = Reader(Settings(max_body_bytes=2**22), SteppedEngine(Limits()))
+
+    packed = [gzip.compress(b" " * size)]
+
+    async def receive() -> Any:
+        if not packed:
+            await asyncio.Event().wait()  # the client stays
+        return {"type": "http.request", "body": packed.pop()}
+
+    async def read() -> bytes:
+        exchange = Exchange()
+        exchange.headers, exchange.receive = {b"content-encoding": b"gzip"}, receive
+        return await read_body(exchange, reader)
+
+    assert len(asyncio.run(read())) == size
+    assert [one is threading.main_thread() for one in threads] == [on_loop]
     reader.close()
