@@ -474,7 +474,7 @@ def _check_key(exchange: Exchange, keys: Keys) -> None:
             "`Authorization: Bearer KEY`"
         )
     holder.enter()
-    holder.leave()
+    exchange.holder = holder  # who leaves when the request ends
 
 
 # Health and metrics. They never wait for the engine's thread, so they answer under any load.

@@ -4,6 +4,7 @@ import base64
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.e2e.browser import opened, started_browser
 from tests.fake_model import Mood, fake_catalog
+from tests.fake_server import fake_server
 from tests.faults.raw_http import exchange, head, status
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, run_to_end, server_process
@@ -272,6 +274,22 @@ def test_a_key_has_so_many_requests_at_once(server: ServerProcess, keys: dict[st
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "concurrency_limited"
         wait_until(lambda: client.get("/v1/models").status_code == 200, most_s=5)
+
+
+def test_an_admin_key_has_so_many_requests_at_once_too(tmp_path: Path) -> None:
+    key, path = NewKey.draw("admin"), tmp_path / "admin.toml"
+    path.write_text(key.block + "max_concurrent = 1")
+    sent = head(100, f"x-api-key: {key.secret}", path="/admin/models") + b"{"  # and no more of it
+    with (
+        fake_server(admin_keys_file=path) as server,
+        httpx.Client(base_url=server.url, headers=bearer(key)) as client,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as loads:
+            loads.sendall(sent)
+            wait_until(lambda: client.get("/admin/models").status_code == 429)
+            refused = client.get("/admin/models")
+            assert refused.json()["error"]["code"] == "concurrency_limited"
+        wait_until(lambda: client.get("/admin/models").status_code == 200)
 
 
 def test_refusals_are_counted_by_reason_without_names(
