@@ -35,7 +35,7 @@ ADMIN_KEY_VARIABLE = "STEPDIAL_ADMIN_KEY"
 # Variables without a flag: the file of settings, and secrets, which a command line would show.
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "TOML file of settings, the same as --config",
-    KEYS_VARIABLE: "API keys, separated by commas; only their digests are kept in memory",
+    KEYS_VARIABLE: "API keys, separated by commas; a file of keys holds only digests",
     ADMIN_KEY_VARIABLE: "admin keys, separated by commas; they may load and unload models",
 }
 # Variables that only the tests read.
