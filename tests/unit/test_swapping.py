@@ -100,12 +100,13 @@ def test_a_model_that_was_taken_away_or_replaced_before_is_not_taken_away_again(
     old, served = bench.catalog.find("tiny-classify"), another(classify_bundle(), 1)[0]
     bench.engine.serve(served)
     bench.engine.dismiss(old)
-    assert bench.catalog.find("tiny-classify") is served and bench.engine.leaving == (old,)
-    assert bench.engine.step() is None and bench.engine.leaving == ()
+    leaving = list(bench.engine.leaving)
+    assert bench.catalog.find("tiny-classify") is served and leaving == [old]
+    assert bench.engine.step() is None and list(bench.engine.leaving) == []
     bench.engine.dismiss(old)
     for _ in range(2):
         bench.engine.dismiss(served)
-    assert bench.engine.leaving == (served,)
+    assert list(bench.engine.leaving) == [served]
     assert bench.engine.step() is None and bench.engine.leaving == ()
 
 
