@@ -469,15 +469,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:  # first: what took hours must not be lost for a picture
         write_json(report, arguments.json)
     name = "quality.png" if report.measured == HELD_OUT else "quality-elsewhere.png"
-    path = arguments.plot or arguments.run / name
+    path, status = arguments.plot or arguments.run / name, 0
     try:
         plot_quality(report, path)
         print(f"plot: {path}")
     except OSError as error:
         if arguments.plot:
             raise
-        # Nobody asked for it, and it may be the run of somebody else.
+        # Nobody named it, and the run may be somebody else's: the rest is measured all the same.
         print(f"no plot: {in_words(error)}; name another file with --plot", file=sys.stderr)
+        status = 2
     shown = sorted({row.steps for row in report.rows if row.steps is not None})
     if arguments.texts is not None:
         from train.text_quality import print_texts
@@ -489,7 +490,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
         beams, samples = arguments.beams, arguments.bleu
         print_bleu(arguments.run, shown, methods, beams, samples, arguments.data, alpha)
-    return 0
+    return status
 
 
 def command(*words: object) -> str:

@@ -160,7 +160,7 @@ def test_a_run_is_evaluated_whole_where_no_plot_may_be_written(
     monkeypatch.setattr("train.text_quality.check_texts", lambda *_: None)
     monkeypatch.setattr("train.text_quality.print_texts", lambda *_: print("texts"))
     monkeypatch.setattr("train.evaluate.evaluate_run", lambda *_, **__: report_of(row(1, 0.5)))
-    assert main(["evaluate", str(tmp_path), "--texts"]) == 0
+    assert main(["evaluate", str(tmp_path), "--texts"]) == 2
     told = capsys.readouterr()
     assert told.out.endswith("texts\n")
     assert told.err.startswith(f"no plot: {tmp_path}/quality") and "--plot" in told.err
