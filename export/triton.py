@@ -10,6 +10,7 @@ from pathlib import Path
 
 import onnx
 from onnx import TensorProto, helper
+from tokenizers import Tokenizer
 
 from serve.bundle import (
     Bundle,
@@ -290,7 +291,7 @@ def _fill_text(bundle: Bundle, folder: Path) -> None:
     manifest = bundle.manifest
     tokenize = folder / tokenize_name(manifest)
     _write(tokenize / "config.pbtxt", tokenize_config(manifest))
-    word = _some_text(bundle)
+    word = _known_word(bundle)
     _write_warm_up(tokenize, "text", struct.pack("<I", len(word)) + word)
     version = tokenize / _VERSION
     version.mkdir()
@@ -327,11 +328,12 @@ def _place_weights(bundle: Bundle, folder: Path, placed: Path | None) -> Path:
     return placed
 
 
-def _some_text(bundle: Bundle) -> bytes:
-    """A text that the tokenizer of any bundle reads."""
-    examples = bundle.manifest.card.get("examples")
-    text = examples[0] if isinstance(examples, list) and examples else "a"
-    return str(text).encode()
+def _known_word(bundle: Bundle) -> bytes:
+    """A text that the tokenizer reads: Triton loads no model whose warm-up fails."""
+    if bundle.manifest.text_tokenizer.kind != "chars":
+        return b"a"
+    vocab = Tokenizer.from_file(str(bundle.tokenizer_path)).get_vocab()
+    return min(token for token in vocab if len(token) == 1).encode()
 
 
 def _write_labels(model: Path, manifest: Manifest) -> None:

@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from google.protobuf import text_format
 
 from export.tensorrt import sample_rows
 from export.triton import write_repository
-from serve.bundle import Bundle, BundleError, ImageInput, read_bundle
+from serve.bundle import Bundle, BundleError, ImageInput, TokenizerSpec, read_bundle
 from serve.engine.classify import softmax
 from serve.errors import Unprocessable
 from serve.inputs.text import TextCodec
@@ -24,6 +25,7 @@ from serve.runtime import open_model
 from tests.fixtures.tiny_bundles import TRUNCATION, build_classify, build_generate
 from tests.fixtures.tiny_families import build_image, build_points
 from tests.triton_schema import parse_config
+from train.data.text import train_tokenizer
 
 KINDS: dict[str, Callable[[Path], Bundle]] = {
     "tokens": build_classify,
@@ -235,6 +237,21 @@ def test_a_warm_up_text_is_written_as_triton_reads_it(tmp_path: Path) -> None:
     (path,) = (tmp_path / "repository").glob("*-tokenize/warmup/text")
     data = path.read_bytes()
     assert struct.unpack("<I", data[:4])[0] == len(data) - 4 > 0
+
+
+def test_a_warm_up_text_has_only_characters_that_the_tokenizer_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = build_classify(tmp_path / "bundle")
+    train_tokenizer(["GATTACA"], "chars").save(str(bundle.tokenizer_path))
+    spec = TokenizerSpec("chars", "tokenizer.json", pad_id=0, vocab_size=5)
+    manifest = replace(bundle.manifest, tokenizer=spec)
+    for card in ({}, {"examples": [""]}, {"examples": ["gene"]}):
+        repository = tmp_path / f"repository-{len(str(card))}"
+        write(replace(bundle, manifest=replace(manifest, card=card)), repository)
+        (path,) = repository.glob("*-tokenize/warmup/text")
+        model = tokenizing_model(repository, monkeypatch)
+        assert ask(model, path.read_bytes()[4:].decode()).error is None
 
 
 def test_an_image_model_says_how_its_pixels_are_normalised(tmp_path: Path) -> None:
