@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.responses import Response
 
@@ -489,6 +488,10 @@ _READINESS: dict[str, Any] = {
 }
 
 
+# Older readers refuse a later version, whose only addition is names in quotes.
+_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+
+
 def health_routes(engine: Engine) -> APIRouter:
     router = APIRouter(tags=["operations"], route_class=Route)
 
@@ -527,7 +530,7 @@ def health_routes(engine: Engine) -> APIRouter:
     async def metrics() -> Response:
         # Takes long enough to make streams pause, so it runs on another thread.
         text = await asyncio.to_thread(engine.metrics.exposition)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(text, headers={"content-type": _PLAIN})
 
     return router
 
