@@ -301,7 +301,8 @@ def _fill_text(bundle: Bundle, folder: Path) -> None:
         pipeline = folder / text_name(manifest, rung)
         _write(pipeline / "config.pbtxt", ensemble_config(manifest, rung))
         _write_labels(pipeline, manifest)
-        (pipeline / _VERSION).mkdir()
+        # Triton asks for this folder. Empty ones are lost in git and in stores of objects.
+        _write(pipeline / _VERSION / "README", "A pipeline has no files of its own.\n")
 
 
 def _with_scores(bundle: Bundle, rung: Rung) -> onnx.ModelProto:

@@ -119,7 +119,8 @@ def test_a_pipeline_joins_the_tokenizer_to_its_rung(tmp_path: Path) -> None:
         pipeline = found[f"{name}-text-steps-{count}"]
         assert pipeline.platform == "ensemble"
         folder = tmp_path / "repository" / pipeline.name
-        assert (folder / "1").is_dir() and (folder / "labels.txt").is_file()
+        assert (folder / "labels.txt").is_file()
+        assert any((folder / "1").iterdir()), "git and object stores keep no empty folder"
         known = {tensor.name for tensor in pipeline.input}
         for step in pipeline.ensemble_scheduling.step:
             inner = found[step.model_name]
