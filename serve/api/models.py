@@ -525,7 +525,12 @@ def health_routes(engine: Engine) -> APIRouter:
         "/metrics",
         summary="Metrics for Prometheus",
         response_class=Response,
-        responses={200: {"content": {"text/plain": {}}, "description": "Prometheus text format."}},
+        responses={
+            200: {
+                "content": {"text/plain": {"schema": {"type": "string"}}},
+                "description": "Prometheus text format.",
+            }
+        },
     )
     async def metrics() -> Response:
         # Takes long enough to make streams pause, so it runs on another thread.
