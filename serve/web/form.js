@@ -107,7 +107,7 @@ export function createForm(picture, onExample) {
       seed: numberIn("seed") ?? seed,
     };
     const given = Object.fromEntries(Object.entries(sampling).filter(([, value]) => value !== undefined));
-    return { path: "v1/generate", writes: true, translates, body: { model: model.id, prompt: element("input").value, ...budget, ...given, stream: true } };
+    return { path: "v1/generate", writes: true, translates, usualTokens: USUAL_TOKENS, body: { model: model.id, prompt: element("input").value, ...budget, ...given, stream: true } };
   }
 
   /** What a link keeps of it. */

@@ -27,9 +27,11 @@ function literal(value, indent = "") {
   return `{\n${Object.entries(value).map(([key, item]) => `${inner}${JSON.stringify(key)}: ${literal(item, inner)},\n`).join("")}${indent}}`;
 }
 
-function openai({ body }, hasKey) {
+/** OpenAI's API takes fewer tokens than ours where nothing is said: here it is always said. */
+function openai({ body, usualTokens }, hasKey) {
+  const said = { max_tokens: usualTokens, ...body };
   const own = Object.entries(body).filter(([name]) => !OPENAI_FIELDS.includes(name));
-  const taken = Object.entries(body).filter(([name]) => OPENAI_FIELDS.includes(name));
+  const taken = OPENAI_FIELDS.filter((name) => name in said).map((name) => [name, said[name]]);
   const extra = own.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ");
   return [
     ...(hasKey ? ["import os", ""] : []),

@@ -96,6 +96,16 @@ def test_every_language_gets_the_text_of_the_page(page: Page) -> None:
     assert shell.stdout.count("data: ") == 25 and "event: done" in shell.stdout
 
 
+def test_python_gets_as_many_tokens_as_the_page_where_none_are_said(page: Page) -> None:
+    pick(page, "tiny-generate")
+    expect(page.get_by_role("spinbutton", name="Tokens")).to_have_value("")
+    python = code(page, "Python")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".timing").first).to_contain_text("Ended by")
+    written = page.locator(".token").count()
+    assert "OpenAI" in python and f"max_tokens={written}," in python
+
+
 def test_python_without_openai_where_it_has_no_such_request(page: Page) -> None:
     pick(page, "tiny-translate")
     page.get_by_label("Beams").fill("2")
