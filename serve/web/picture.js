@@ -87,6 +87,7 @@ export function createPicture(changed) {
   }
 
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return; // of a menu
     stroke = event.pointerId;
     canvas.setPointerCapture(stroke);
     say("");

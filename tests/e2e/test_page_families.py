@@ -43,6 +43,9 @@ def test_a_drawing_is_labelled(page: Page) -> None:
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     assert box is not None and box["height"] > box["width"]  # 6 x 5
+    code = page.locator("#code").inner_text()
+    canvas.click(button="right")  # opens a menu, and draws nothing
+    assert page.locator("#code").inner_text() == code
     page.mouse.move(box["x"] + 20, box["y"] + 20)
     page.mouse.down()
     page.mouse.move(box["x"] + 100, box["y"] + 100, steps=4)
