@@ -3,6 +3,7 @@
 
 import { address } from "./api.js";
 
+const MOST_ARGUMENT_BYTES = 100_000; // Linux takes 128 KiB
 const INDENT = "    ";
 const KEY_VARIABLE = "API_KEY"; // without STEPDIAL_: those are settings of the server
 // What OpenAI's client takes by name; the rest goes in extra_body.
@@ -13,7 +14,10 @@ const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 /** For a shell; -N lets streamed text through as it comes. */
 function curl({ path, body }, hasKey) {
   const key = hasKey ? ` \\\n  -H "authorization: Bearer $${KEY_VARIABLE}"` : "";
-  return `${body.stream ? "curl -N" : "curl"} ${address(path)} \\\n  -H 'content-type: application/json'${key} \\\n  -d ${quoted(JSON.stringify(body))}`;
+  const json = JSON.stringify(body);
+  const argument = quoted(json);
+  const data = new Blob([argument]).size < MOST_ARGUMENT_BYTES ? argument : `@- <<'JSON'\n${json}\nJSON`;
+  return `${body.stream ? "curl -N" : "curl"} ${quoted(address(path))} \\\n  -H 'content-type: application/json'${key} \\\n  -d ${data}`;
 }
 
 /** A value as Python writes it: strings of JSON are strings of Python. */

@@ -75,6 +75,16 @@ def test_the_curl_command_is_the_request(page: Page, server: Served) -> None:
     }  # fmt: skip
 
 
+def test_the_curl_command_takes_a_text_longer_than_an_argument(page: Page) -> None:
+    pick(page, "tiny-classify")
+    page.get_by_role("textbox", name="Text", exact=True).fill("it's \u00fc " * 14_000)
+    command = code(page, "curl")
+    shell = subprocess.run(
+        ["bash"], input=command, capture_output=True, text=True, timeout=20, check=True
+    )
+    assert json.loads(shell.stdout)["results"][0]["truncated"] is True
+
+
 def test_every_language_gets_the_text_of_the_page(page: Page) -> None:
     pick(page, "tiny-generate")
     page.get_by_role("textbox", name="Prompt", exact=True).fill("it's (a film),\nisn't it?")
