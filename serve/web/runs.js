@@ -10,6 +10,7 @@ import { element, make } from "./shape.js";
 import { drawShades } from "./tokens.js";
 
 const MOST_SEED = 2 ** 31;
+const SLOW_MS = 600;
 const EXPLAINED = "One answer comes after the other, from one seed: what differs is due to the steps.";
 
 /** `now()` is {model, ladder, form, dial}; `onOutcome` runs after each answer, `onEnd` after all. */
@@ -17,7 +18,7 @@ export function createRuns(now, onOutcome, onEnd) {
   const against = make("select", { id: "against", ariaLabel: "Steps of the second answer" });
   const first = createPane("First answer", "");
   const second = createPane("Second answer", against);
-  let [running, sweeping, two] = [null, false, false];
+  let [running, sweeping, two, stopTimer] = [null, false, false, 0];
   against.addEventListener("change", () => {
     if (!writes(now().model)) return;
     running?.abort();
@@ -72,11 +73,19 @@ export function createRuns(now, onOutcome, onEnd) {
   function busy(on) {
     const writing = writes(now().model);
     const isFocused = document.activeElement === element("stop");
+    clearTimeout(stopTimer);
     element("stop").hidden = !on || (!writing && !sweeping);
+    // Most labels come at once: a button that flashes would be in the way.
+    if (on && element("stop").hidden) stopTimer = setTimeout(showStop, SLOW_MS);
     if (isFocused && element("stop").hidden) element("send").focus();
     element("send").setAttribute("aria-disabled", String(on && writing));
     element("sweep").setAttribute("aria-disabled", String(on && (sweeping || writing)));
     element("answers").setAttribute("aria-busy", String(on));
+  }
+
+  function showStop() {
+    element("stop").hidden = false;
+    element("status").textContent = "Waiting for the answer.";
   }
 
   function showFailure(failure) {

@@ -194,6 +194,24 @@ def test_turning_the_dial_classifies_again(page: Page, server: Served) -> None:
     assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=0.11)
 
 
+def test_labels_that_are_slow_to_come_can_be_stopped(page: Page) -> None:
+    pick(page, "critic")
+    held: list[Route] = []
+    page.route("**/v1/classify", lambda route: held.append(route))
+    page.get_by_role("button", name="Classify").click()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(page.get_by_role("button", name="Classify")).to_be_focused()
+    for route in held:
+        route.abort()
+    page.unroute("**/v1/classify")
+    page.get_by_role("button", name="Classify").click()
+    expect(page.locator(".scores li")).to_have_count(2)
+    page.wait_for_timeout(700)
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+
+
 def test_agreement_stops_early_and_says_after_how_many_steps(page: Page) -> None:
     pick(page, "critic")
     expect(page.get_by_role("radio", name="Agreement")).to_be_hidden()
