@@ -1,5 +1,6 @@
 """How the playground page looks, who can use it, and what it says when it is broken."""
 
+import io
 import itertools
 import re
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
+from PIL import Image
+from playwright.sync_api import Browser, Locator, Page, Route, ViewportSize, expect
 
 from tests.e2e.browser import (
     Complaints,
@@ -188,6 +190,34 @@ def test_colours_follow_the_system_or_the_choice(browser: Browser, server: Serve
         expect(page.locator("#playground")).to_be_visible()
         assert ground(page) == dark
         assert complaints == Complaints(server.url)
+
+
+def colours(shown: Locator) -> list[int]:
+    """How many pixels there are of each colour on the screen, the most frequent first."""
+    image = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+    counts = image.getcolors(image.width * image.height)
+    assert counts is not None
+    return sorted((count for count, _ in counts), reverse=True)
+
+
+def test_forced_colours_still_show_what_is_chosen(browser: Browser, server: Served) -> None:
+    """The system takes grounds and shadows away: what a style says of them is not what is seen."""
+    looks: dict[str, Any] = {"forced_colors": "active", "color_scheme": "light"}
+    with opened(browser, server.url, **looks) as (page, _):
+        pick(page, "critic")
+        slider = page.get_by_role("slider", name="Number of steps")
+        slider.press("ArrowLeft")
+        expect(page.locator(".pips .on")).to_have_count(2)
+        page.locator("body").focus()
+        box = slider.bounding_box()
+        assert box is not None
+        line = 6 * box["width"]  # of the groove, in two colours, less the knob on it
+        assert sum(colours(slider)[1:3]) > 0.7 * line
+        for shown in (page.locator("#send"), page.locator("#ways label").first):
+            image = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+            assert image.getpixel((image.width // 2, 5)) != (255, 255, 255)
+        first, second = page.locator(".pips i").all()[1:3]
+        assert first.screenshot() != second.screenshot()
 
 
 def test_nothing_moves_for_those_who_want_no_motion(browser: Browser, server: Served) -> None:
