@@ -41,7 +41,10 @@ function notice(title, text, retry) {
   element("notice-title").textContent = title;
   element("notice-text").textContent = text;
   element("notice-retry").hidden = !retry;
-  element("notice-retry").onclick = retry;
+  element("notice-retry").onclick = () => {
+    element("notice-text").textContent = "The server is asked again.";
+    retry();
+  };
   element("notice").hidden = false;
   element("playground").hidden = true;
 }
@@ -107,13 +110,17 @@ async function open(entry, wanted) {
   if (wanted.view) setView(wanted.view);
   element("model-about").textContent = model.card?.title ?? model.card?.description ?? model.id;
   element("about-server").textContent = describe(model);
+  const isRetried = document.activeElement === element("notice-retry");
   element("notice").hidden = true;
   element("playground").hidden = false;
+  if (isRetried) toInput(); // the button is gone
   dial.load(ladder, mode(), model.max_disagreement ?? [], { steps: model.default_steps, ...wanted });
   live.watch(model.id);
   burst.load();
   refresh();
 }
+
+const toInput = () => element(model?.input.kind === "image" ? "file" : "input").focus();
 
 function describe({ id, task, precision, cache, parameters, card }) {
   const caches = { kv_fp16: "16-bit caches", kv_int8: "8-bit caches" }[cache];
@@ -247,7 +254,7 @@ element("clear").addEventListener("click", () => {
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address holds the state
-  element(model?.input.kind === "image" ? "file" : "input").focus();
+  toInput();
 });
 window.addEventListener("hashchange", (event) => {
   // Not location: the address may have been brought up to date meanwhile.

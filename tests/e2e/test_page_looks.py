@@ -344,6 +344,23 @@ def test_a_server_without_models_says_how_to_start_one(browser: Browser, server:
         page.unroute("**/v1/models")
         page.get_by_role("button", name="Try again").click()
         expect(page.locator("#playground")).to_be_visible()
+        expect(page.locator("#input")).to_be_focused()  # the button is gone
+
+
+def test_a_retry_that_fails_again_is_told_again(browser: Browser, server: Served) -> None:
+    held: list[Route] = []
+    with opened(browser, server.url) as (page, _):
+        page.route("**/v1/models", lambda route: route.fulfill(status=503))
+        page.reload()
+        retry, told = page.get_by_role("button", name="Try again"), page.locator("#notice-text")
+        expect(told).to_contain_text("HTTP 503")
+        page.unroute("**/v1/models")
+        page.route("**/v1/models", lambda route: held.append(route))
+        retry.press("Enter")
+        expect(told).to_have_text("The server is asked again.")
+        held[0].fulfill(status=503)
+        expect(told).to_contain_text("HTTP 503")
+        expect(retry).to_be_focused()
 
 
 def test_a_server_that_is_gone_is_named(browser: Browser, server: Served) -> None:
