@@ -130,7 +130,7 @@ export function createPane(name, head) {
 
 const labelOf = ({ label, score }) => ({
   label,
-  answer: `${label} ${(100 * score).toFixed(0)} %`,
+  answer: `${label}, ${(100 * score).toFixed(1)}\u00a0%`,
   spoken: `${label}, ${(100 * score).toFixed(1)} percent`,
 });
 

@@ -190,6 +190,9 @@ def test_turning_the_dial_classifies_again(page: Page, server: Served) -> None:
     expect(pane).to_contain_text(f"1 of {full} steps: as asked.")
     assert rows(page) == ["1", str(full)]
     expect(pane.locator(".scores li.best")).to_have_count(1)
+    label, share = (pane.locator(f".scores .best {part}").inner_text() for part in ("span", "b"))
+    newest = page.locator("#history tbody tr").first.locator("td").last
+    expect(newest).to_have_text(f"{label}, {share}")  # a label may be a number too
     shares = pane.locator(".scores b").all_inner_texts()
     assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=0.11)
 
