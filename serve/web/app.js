@@ -244,7 +244,7 @@ for (const radio of views) {
   });
 }
 runs.against.addEventListener("change", turned);
-element("sweep").addEventListener("click", () => free("sweep") && runs.sweep());
+element("sweep").addEventListener("click", () => free("sweep") && element("form").reportValidity() && runs.sweep());
 element("stop").addEventListener("click", runs.stop);
 element("copy-link").addEventListener("click", copyLink);
 element("clear").addEventListener("click", () => {

@@ -383,6 +383,22 @@ def test_a_hidden_field_keeps_nothing_from_being_sent(page: Page) -> None:
     expect(page.locator(".pane .scores li").first).to_be_visible()
 
 
+@pytest.mark.parametrize("button", ["Generate", "Every step count"])
+def test_a_number_that_cannot_be_sent_as_it_stands_is_not_sent(page: Page, button: str) -> None:
+    pick(page, "writer")
+    sent: list[Request] = []
+    page.on("request", lambda request: sent.append(request))
+    # A number of JavaScript would be another one; a temperature is at most 2.
+    for name, value in (("Seed", "9007199254740993"), ("Temperature", "5")):
+        field = page.get_by_role("spinbutton", name=name)
+        usual = field.input_value()
+        field.fill(value)
+        page.get_by_role("button", name=button).click()
+        expect(field).to_be_focused()
+        field.fill(usual)
+    assert [request.url for request in sent if request.method == "POST"] == []
+
+
 def test_arrows_reach_every_deadline(page: Page) -> None:
     ask_within_a_deadline(page)
     slider = page.get_by_role("slider", name="Deadline")
