@@ -116,6 +116,7 @@ export function createRuns(now, onOutcome, onEnd) {
         return false;
       }
       showFailure(failure);
+      element("status").textContent = ""; // the failure speaks for itself
       // Text that came before the failure stays; labels of an earlier request would mislead.
       if (!writes(model)) first.clear(false);
       reveal();

@@ -317,6 +317,7 @@ def test_a_refused_request_is_told_in_plain_words(browser: Browser, server: Serv
         expect(failure).to_contain_text("This request cannot be met")
         expect(failure).to_contain_text("€")
         expect(failure).to_contain_text("HTTP 422")
+        expect(page.locator("#status")).to_be_empty()  # it no longer writes
         expect(page.locator("#banner")).to_be_hidden()
         page.get_by_role("textbox", name="Prompt", exact=True).fill("ab")
         page.get_by_role("button", name="Generate").click()
