@@ -454,6 +454,7 @@ class TrainingLoop:
                 if best is not None and self.devices.any(over) and iteration < last_stage:
                     if optim.endings:
                         continue  # with the endings
+                    self._save(iteration)  # the same command must find it over, not train again
                     bar.close()
                     if not self.quiet and self.devices.main:
                         print(f"stopped early: no improvement since iteration {best.iteration}")

@@ -87,6 +87,22 @@ def test_the_best_evaluation_has_the_most_accuracy_or_the_least_loss_and_is_the_
         assert not best.is_over(19) and best.is_over(20)
 
 
+def test_a_run_that_stopped_early_has_nothing_left_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stopped behind its last checkpoint; the same command must not train that part again."""
+    best = ["run.keep=best", "run.patience=1", "run.evaluate_every=2", "run.checkpoint_every=100"]
+    recipe, run = tiny_label_recipe("optim.iterations=40", "optim.lr=1e-30", *best), tmp_path / "a"
+    train(recipe, run, quiet=True)
+    with safe_open(run / "state.safetensors", framework="pt") as file:
+        assert file.metadata()["iteration"] == "4"
+    before = {path.name: path.read_bytes() for path in run.glob("*.safetensors")}
+    monkeypatch.delattr(TrainingLoop, "iterate")
+    train(recipe, run, quiet=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.safetensors")} == before
+    assert load_run(run).facts["iteration"] == 2
+
+
 def test_a_seed_decides_the_first_weights_and_every_dropout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
