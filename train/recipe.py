@@ -317,6 +317,34 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
             or (model.final_norm != "pooled" and not model.head_layers)
         ),
         "model.head_layers must not be negative": model.head_layers >= 0,
+        # Of listops it may stay: that recipe is an encoder's, and trains a tagger too.
+        'model.pool "max" needs model.family "encoder" or "image"': (
+            model.pool != "max" or family in ("encoder", "image")
+        ),
+        'model.tied needs model.family "decoder" or "translator"': (
+            not model.tied or model.family in ("decoder", "translator")
+        ),
+        'model.attention_dropout must be 0 for a set, and where model.block is "timed"': (
+            not model.attention_dropout or not (family == "set" or model.block == "timed")
+        ),
+        "model.activation_dropout must be 0 for a set, and for timed and evolved blocks": (
+            not model.activation_dropout
+            or not (family == "set" or model.block in ("timed", "evolved"))
+        ),
+        'model.dropout must be 0 where model.block is "timed", but for encoders and images, whose '
+        "head has it": not model.dropout
+        or model.block != "timed"
+        or family in ("encoder", "image"),
+        'model.initial "scaled" must not be used with model.depth "chain" or model.block '
+        '"runge-kutta", whose blocks it leaves as they are': model.initial != "scaled"
+        or not (model.depth == "chain" or model.block == "runge-kutta"),
+        "model.activation, project, bias and positions must be left out for a set": family != "set"
+        or (
+            model.activation == "gelu"
+            and model.project
+            and model.bias
+            and model.positions == "learned"
+        ),
         'model.function needs model.block "runge-kutta", hidden units, and a scheme that does not '
         "look back": model.function == "block"
         or (
@@ -367,6 +395,20 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "tokens of a text": model.family == "encoder" or not (data.head or data.tail),
         "data.languages must be two": len(data.languages) == 2,
         "data.shift must not be negative": data.shift >= 0,
+        'data.shift, flip, mean and std need data.kind "images"': data.kind == "images"
+        or not (data.shift or data.flip or data.mean or data.std),
+        'data.tokenizer_file needs data.kind "stream"': not data.tokenizer_file
+        or data.kind == "stream",
+        f'data.train and test name files that data.kind "{data.kind}" does not read': not (
+            data.train or data.test
+        )
+        or data.kind not in ("stream", *_MADE),
+        'data.text must be one column for data.kind "tags"': data.kind != "tags"
+        or len(data.text) == 1,
+        'data.shortest and nesting need data.kind "listops", data.rounds "logic"': (
+            (data.kind == "listops" or not (data.shortest or data.nesting))
+            and (data.kind == "logic" or not data.rounds)
+        ),
     }
 
 

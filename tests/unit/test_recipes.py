@@ -152,6 +152,38 @@ def test_both_ends_of_a_text_are_kept_for_one_label_a_text_only() -> None:
         load_recipe("tagger", ["data.tail=4"])  # its data is cut to the first tokens
 
 
+@pytest.mark.parametrize(
+    ("name", "override", "sentence"),
+    [
+        ("tagger", "model.pool=max", "model.pool"),
+        ("classifier", "model.tied=true", "model.tied"),
+        ("modelnet", "model.attention_dropout=0.1", "model.attention_dropout must be 0"),
+        ("n-ode-parity", "model.attention_dropout=0.1", "model.attention_dropout must be 0"),
+        ("modelnet", "model.activation_dropout=0.1", "model.activation_dropout must be 0"),
+        ("transevolve-imdb", "model.activation_dropout=0.1", "model.activation_dropout must be 0"),
+        ("modelnet", "model.activation=relu", "model.activation, project, bias"),
+        ("modelnet", "model.bias=false", "model.activation, project, bias"),
+        ("ode-transformer", "model.initial=scaled", 'model.initial "scaled"'),
+        ("nanogpt", "data.flip=true", "data.shift, flip"),
+        ("text", "data.tokenizer_file=mine.json", "data.tokenizer_file"),
+        ("stdlib", "data.test=mine.txt", "data.train and test"),
+        ("tagger", 'data.text=["a", "b"]', "data.text must be one column"),
+        ("parity", "data.nesting=2", "data.shortest and nesting"),
+        ("listops", "data.rounds=2", "data.shortest and nesting"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(name: str, override: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(sentence)):
+        load_recipe(name, [override])
+
+
+def test_dropout_of_timed_blocks_is_that_of_a_head() -> None:
+    timed = ["model.block=timed", "model.depth=chain", "model.dropout=0.1"]
+    assert load_recipe("classifier", timed).model.dropout == 0.1
+    with pytest.raises(RecipeError, match=r"model\.dropout must be 0 where model\.block"):
+        load_recipe("text", timed)
+
+
 def test_pairs_are_read_by_byte_pairs_only() -> None:
     with pytest.raises(RecipeError, match=r'data\.tokenizer must be "bpe" for pairs'):
         load_recipe("multi30k", ["data.tokenizer=chars"])
