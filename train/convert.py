@@ -381,6 +381,13 @@ def _rows(dataset: Dataset, window: int) -> int:
 
 def _overridden(table: dict[str, Any], request: Conversion, original: Original) -> Recipe:
     recipe = overridden(table, list(request.overrides), f"convert {original.name}")
+    model = recipe.to_json()["model"]
+    kept = [key for key in model if key != "dropout" and model[key] != table["model"][key]]
+    if kept:
+        raise PretrainedError(
+            f"--set model.{kept[0]}: a conversion has the layers of {original.name} as they are: "
+            "leave it out; --blocks, --steps, model.window and model.dropout can be chosen"
+        )
     steps, full = recipe.steps, max(request.steps)
     if request.rank and (steps.dial, steps.method, steps.full) != ("time", "euler", full):
         raise PretrainedError(

@@ -547,6 +547,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ({"layers": (0, 77)}, "has the layers 0 to 3"),
         ({"overrides": (*REQUEST.overrides, "model.width=7")}, "model.width must be a multiple"),
+        ({"overrides": (*REQUEST.overrides, "model.layers=4")}, "model.layers: a conversion has"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_teacher_is_trained(
