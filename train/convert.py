@@ -95,6 +95,7 @@ def convert(
     teacher = request.teacher
     if teacher is None and not whole:
         teacher = folder / TEACHER_RUN
+        _check_own_teacher(folder, teacher)
         # What is wrong with the second run is said before the first, which may take hours.
         check_layers(original, layers)
         table = _table_of_run(base, layers, teacher, request)
@@ -105,6 +106,18 @@ def convert(
         form = "a stack" if request.steps == (1,) else f"a dial of {_joined(request.steps)} steps"
         begin = _saying(f"training {form} of the layers {_joined(layers)}: {folder}", begin)
     return _train(original, base, folder, layers, teacher, request, quiet, begin)
+
+
+def _check_own_teacher(folder: Path, teacher: Path) -> None:
+    """Refuse to train a teacher, for hours perhaps, for a run that learns from another one."""
+    if teacher.is_dir() or not (folder / STATE).is_file():
+        return
+    kept = read_facts(folder)["recipe"].get("teacher", {}).get("run", "")
+    if kept and Path(kept).resolve() != teacher.resolve():
+        raise RunError(
+            f"{folder} learns from another teacher than its own: pass --teacher {kept} to go on, "
+            "or choose another --out"
+        )
 
 
 def _saying(line: str, begin: Begin | None) -> Begin:

@@ -383,6 +383,10 @@ def test_states_along_the_way_and_a_shallow_stack_are_learnt_from_the_teacher(
     stack = dataclasses.replace(dial, steps=(1,))
     convert(folder, tmp_path / "stack", stack, table, quiet=True)
     assert load_run(tmp_path / "stack").model.discrete
+    without = dataclasses.replace(stack, teacher=None)
+    with pytest.raises(RunError, match=r"pass --teacher .*run/teacher to go on"):
+        convert(folder, tmp_path / "stack", without, table, quiet=True)
+    assert not (tmp_path / "stack/teacher").exists()
 
     def apart(run: Path) -> float:
         """How far the states of a run are from the teacher's."""
