@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # at run time it would load torch, which a report does not ne
 def print_report(report: "Report") -> None:
     """The quality of each count, one table a method; `--json` has the measures of the paths too."""
     metric = report.rows[0].quality.metric
+    solver = any(row.steps is None for row in report.rows)
+    whole = "the adaptive solver" if solver else "all steps"
     for method in dict.fromkeys(row.method for row in report.rows):
         solved = "" if report.discrete else f", {method}"
         print(f"{report.name}{solved}, {report.measured}")
@@ -21,7 +23,7 @@ def print_report(report: "Report") -> None:
         print(f"{'steps':>5} {'nfe':>5} {metric:>9}  {'95 % interval':<19}{loss} {'as full':>8}")
         for row in (row for row in report.rows if row.method == method):
             print(_line(row))
-        print("as full: the share of answers that are those of all steps")
+        print(f"as full: the share of answers that are those of {whole}")
         f1s = [row.quality.macro_f1 for row in report.rows if row.method == method]
         if None not in f1s:
             print(f"macro F1: {' / '.join(f'{one:.4f}' for one in f1s)}")
@@ -34,7 +36,7 @@ def print_report(report: "Report") -> None:
             spent, same = " / ".join(map(str, shares)), " / ".join(map(_percent, shares.values()))
             print(
                 f"jump after {spent} of {report.full_steps} step{'s' * (report.full_steps > 1)}: "
-                f"{same} of answers as after all of them"
+                f"{same} of answers are those of {whole}"
             )
         print()
     if report.chance is not None and all(row.quality.low <= report.chance for row in report.rows):

@@ -168,6 +168,7 @@ def test_the_command_writes_a_narrow_table_and_everything_as_json(
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines()[:-1])) <= 110
     assert "adaptive" in printed and "evaluations of the adaptive solver" in printed
+    assert printed.count("answers that are those of the adaptive solver") == 6
     written = json.loads(figures.read_text())
     assert [row["steps"] for row in written["rows"]] == [None, *[1, 4] * 5]
     assert written["rows"][0]["nfe"] >= 2 * 6
