@@ -109,7 +109,7 @@ def convert(
 
 
 def _check_own_teacher(folder: Path, teacher: Path) -> None:
-    """Refuse to train a teacher, for hours perhaps, for a run that learns from another one."""
+    """Refuse a run that began with another teacher, before a new one is trained for hours."""
     if teacher.is_dir() or not (folder / STATE).is_file():
         return
     kept = read_facts(folder)["recipe"].get("teacher", {}).get("run", "")

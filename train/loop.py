@@ -276,7 +276,7 @@ def unfinished(folder: Path, recipe: Recipe, dataset: Dataset) -> str:
 
 
 def warn_of_unfinished(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Half a training would pass for what its recipe can do."""
+    """Warn if the training of this run has not come to its end."""
     if came := unfinished(folder, recipe, dataset):
         _log.warning(
             "%s has not been trained to its end (%s): the command that trained it goes on",

@@ -126,7 +126,7 @@ class ModelBacklog:
         most_rows = self._fitting(key, self._positions(size), idle=True)
         fixed_s, each_s = self._cost.token(key, min(most_rows, size.jobs))
         token_s = fixed_s + each_s * self._length(size)
-        decoded_s = _waves(size, most_rows) * (size.tokens - 1) * token_s
+        decoded_s = _rounds(size, most_rows) * (size.tokens - 1) * token_s
         return self._prompts_s(key, size) + decoded_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
@@ -284,7 +284,7 @@ class ModelBacklog:
 
     def _decoded(self, key: LaneKey, size: GenerationSize) -> int:
         """Tokens to decode, one after another; the first of each comes from its prefill."""
-        return _waves(size, self._most_rows(key, size)) * (size.tokens - 1)
+        return _rounds(size, self._most_rows(key, size)) * (size.tokens - 1)
 
     def _most_rows(self, key: LaneKey, size: GenerationSize) -> int:
         """The rows of a lane that run together when these are among them."""
@@ -315,8 +315,8 @@ class ModelBacklog:
         return seconds
 
 
-def _waves(size: GenerationSize, most_rows: int) -> int:
-    """How often one begins after another has ended, if so many run together."""
+def _rounds(size: GenerationSize, most_rows: int) -> int:
+    """Rounds that these jobs take one after another, with at most so many rows in each."""
     return -(-size.jobs // most_rows)
 
 

@@ -335,7 +335,7 @@ class ClassifyLane:
     # Predictions.
 
     def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
-        """The least time that an idle server takes these rows for, including the way out."""
+        """The least deadline for these rows that an idle server accepts."""
         return self._alone_s(steps, lengths) * COST_MARGIN + IDLE_ANSWER_S
 
     def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:

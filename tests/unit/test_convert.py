@@ -325,13 +325,18 @@ def test_students_that_ask_at_once_get_the_same_answers(converted_bert: Path) ->
     torch.testing.assert_close(load_file(teacher / TAUGHT)["logits"], before, rtol=1e-4, atol=1e-4)
 
 
+def _kept(converted: Path) -> tuple[Path, Any, torch.Tensor]:
+    """The teacher of a converted run, its rows, and the answers to them that it keeps."""
+    teacher = converted / "run/teacher"
+    run = load_run(teacher)
+    dataset: Any = open_dataset(run.recipe, run.tokenizer)
+    return teacher, dataset, distil.kept_logits(teacher, dataset, True)
+
+
 def test_kept_answers_are_read_where_nothing_may_be_written(
     converted_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = converted_bert / "run/teacher"
-    run = load_run(teacher)
-    dataset: Any = open_dataset(run.recipe, run.tokenizer)
-    kept = distil.kept_logits(teacher, dataset, True)
+    teacher, dataset, kept = _kept(converted_bert)
     monkeypatch.setattr("train.distil.fcntl", None)  # no lock
     assert torch.equal(distil.kept_logits(teacher, dataset, True), kept)
 
@@ -339,10 +344,7 @@ def test_kept_answers_are_read_where_nothing_may_be_written(
 def test_a_teacher_that_only_others_may_write_is_asked_all_the_same(
     converted_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = converted_bert / "run/teacher"
-    run = load_run(teacher)
-    dataset: Any = open_dataset(run.recipe, run.tokenizer)
-    kept = distil.kept_logits(teacher, dataset, True)
+    teacher, dataset, kept = _kept(converted_bert)
     opened = Path.open
 
     def forbidden(path: Path, mode: str = "r", **others: Any) -> Any:

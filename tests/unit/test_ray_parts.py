@@ -163,8 +163,11 @@ class Asked:
         async def send(message: Message) -> None:
             sent.append(message)
 
+        async def receive() -> Message:
+            raise AssertionError("the request has no body")
+
         scope = {"type": "http", "method": "GET", "path": path, "query_string": b""}
-        asyncio.run(self._app({**scope, "headers": headers}, None, send))  # type: ignore[arg-type]
+        asyncio.run(self._app({**scope, "headers": headers}, receive, send))
         return sent[0]["status"], json.loads(sent[1]["body"])
 
 
@@ -182,7 +185,7 @@ def test_loading_counts_towards_the_deadline() -> None:
 
 
 @pytest.mark.usefixtures("named")
-def test_nothing_is_loaded_for_whoever_has_no_key() -> None:
+def test_a_request_without_a_key_loads_no_model() -> None:
     asked = Asked(Keys(environ={"STEPDIAL_API_KEYS": "k" * 20}))
     assert asked.get("/v1/models")[0] == 401
     assert asked.get("/health/ready")[0] == 200
