@@ -180,7 +180,7 @@ class LocalModel:
     ) -> list[tuple[Scores | Tags, int, InputRow]]:
         """What the model finds in each input, the steps that it took, and the input as read."""
         manifest = self._served.manifest
-        asked = validated(BudgetFields, {"steps": steps, "effort": effort})
+        asked = validated(BudgetFields, {"steps": _plain(steps), "effort": effort})
         decision = decide(asked.budget_request, manifest)
         if isinstance(inputs, str):  # whose items are its characters
             raise InvalidField("inputs must be a list: for one text, [text]", param="inputs")
@@ -228,17 +228,18 @@ class LocalModel:
     ) -> str:
         """The continuation of a prompt, or the translation of a text."""
         self._check_task("generate", "translate")
+        max_tokens = _plain(max_tokens)
         asked = validated(
             GenerateRequest,
             {
                 "prompt": prompt,
                 "max_tokens": max_tokens,
-                "steps": steps,
+                "steps": _plain(steps),
                 "effort": effort,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "seed": drawn_seed() if seed is None else seed,
+                "temperature": _plain(temperature),
+                "top_k": _plain(top_k),
+                "top_p": _plain(top_p),
+                "seed": drawn_seed() if seed is None else _plain(seed),
                 "stop": stop if stop is None or isinstance(stop, str) else list(stop),
             },
         )
@@ -274,3 +275,8 @@ class LocalModel:
         if isinstance(event, FailedEvent):
             raise event.error
         return event
+
+
+def _plain(number: Any) -> Any:
+    """Python's number for one of NumPy."""
+    return number.item() if isinstance(number, np.generic) else number

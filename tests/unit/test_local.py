@@ -72,6 +72,8 @@ def test_more_rows_than_one_job_takes() -> None:
         for one, other in zip(alone, (found[i] for i in (0, 77, 149)), strict=True):
             assert one.label == other.label and one.score == pytest.approx(other.score, abs=1e-5)
         assert model.classify([]) == []
+        of_a_grid: Any = np.int64(2)
+        assert model.classify(texts[:1], steps=of_a_grid)[0].steps == 2
 
 
 def test_a_generator_writes_and_other_tasks_are_refused() -> None:
@@ -82,6 +84,8 @@ def test_a_generator_writes_and_other_tasks_are_refused() -> None:
         assert "\n" not in model.generate("ROMEO:", max_tokens=60, seed=3, stop=["\n"])
         word = one[4:8]  # of a text alone, which is one stop and not its characters
         assert model.generate("ROMEO:", max_tokens=20, steps=2, seed=3, stop=word) == one[:4]
+        of_a_grid: Any = {"max_tokens": np.int64(20), "steps": np.int64(2), "seed": np.int32(3)}
+        assert model.generate("ROMEO:", **of_a_grid) == one
         with pytest.raises(ValueError, match="is for the task generate"):
             model.classify(["a"])
         with pytest.raises(ImpossibleBudget, match="does not offer 3 steps"):
