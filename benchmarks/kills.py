@@ -316,7 +316,7 @@ _SETTINGS = (
     *("steps.full=4", "steps.short=[1, 2]", "run.threads=1", "run.evaluate_batches=1"),
     *("optim.iterations=40", "run.checkpoint_every=1", "run.evaluate_every=10"),
 )
-_TIMED = ("tokens_per_s", "cpu_s")  # all else is the same in every run
+_TIMED = ("tokens_per_s", "rows_per_s", "cpu_s")  # all else is the same in every run
 
 
 def recipe_in(folder: Path) -> Recipe:

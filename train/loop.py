@@ -514,7 +514,7 @@ class TrainingLoop:
             group["lr"] = rate * group[PACE]
         turn = turn_for(iteration, optim.iterations, self.steps, seed)
         started, total, cost = time.perf_counter(), 0.0, 0.0
-        tokens = evaluations = 0  # of this process
+        read = evaluations = 0  # of this process
         parts = self.devices.parts(optim.accumulate, optim.batch)
         batches = [
             self.devices.share(
@@ -523,6 +523,7 @@ class TrainingLoop:
             )
             for part in parts
         ]
+        tokens = not batches[0].inputs[-1].is_floating_point()  # or images, or clouds of points
         for batch, whole in zip(batches, self.devices.per_share(batches), strict=True):
             passes = self.objective.passes(self._hide(batch), batch.targets, turn, batch.taught)
             for place, one in enumerate(passes):
@@ -531,7 +532,7 @@ class TrainingLoop:
                 if place == 0:
                     cost += float(one.cost) / whole
                 evaluations += one.evaluations
-            tokens += batch.inputs[-1].numel()
+            read += batch.inputs[-1].numel() if tokens else len(batch.inputs[-1])
         self.devices.average_gradients(self.model)
         total, cost = self.devices.mean(total), self.devices.mean(cost)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip))
@@ -541,6 +542,7 @@ class TrainingLoop:
         self.optimiser.zero_grad(set_to_none=True)
         self.evaluations += evaluations * optim.accumulate // len(parts)
         spent_s = time.perf_counter() - started
+        speed = "tokens_per_s" if tokens else "rows_per_s"
         return {
             "iteration": iteration + 1,
             "steps": turn.counts[0] if len(turn.counts) == 1 else list(turn.counts),
@@ -549,7 +551,7 @@ class TrainingLoop:
             "cost": round(cost, 6),
             "lr": rate,
             "gradient_norm": round(norm, 5),
-            "tokens_per_s": round(self.devices.processes * tokens / spent_s),
+            speed: round(self.devices.processes * read / spent_s),
         }
 
     def watch(self) -> dict[str, Any]:
@@ -612,5 +614,8 @@ class TrainingLoop:
 
 
 def _shown(record: dict[str, Any]) -> dict[str, str]:
-    shown = {"loss": f"{record['loss']:.3f}", "tok/s": str(record["tokens_per_s"])}
+    shown = {"loss": f"{record['loss']:.3f}"}
+    for key, unit in (("tokens_per_s", "tok/s"), ("rows_per_s", "rows/s")):
+        if key in record:
+            shown[unit] = str(record[key])
     return shown | {key: f"{value:.4f}" for key, value in record.get("validation", {}).items()}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.fixtures.tiny_runs import (
+    tiny_image_recipe,
     tiny_label_recipe,
     tiny_label_run,
+    tiny_point_recipe,
     tiny_text_recipe,
     tiny_text_run,
 )
@@ -34,7 +37,7 @@ from train.interrupt import Diverged
 from train.loop import Best, MetricsLog, TrainingLoop, learning_rate, train
 from train.metrics import read_metrics
 from train.model import OTTransformer, build_model
-from train.recipe import ModelConfig, RunConfig
+from train.recipe import ModelConfig, Recipe, RunConfig
 from train.schedule import turn_for
 
 
@@ -60,6 +63,26 @@ def test_a_small_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None
         "tensorboard",
     }
     assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("recipe_of", "unit"),
+    [
+        (tiny_text_recipe, "tokens_per_s"),
+        (tiny_image_recipe, "rows_per_s"),
+        (tiny_point_recipe, "rows_per_s"),
+    ],
+)
+def test_the_pace_is_in_tokens_or_in_rows(
+    recipe_of: Callable[..., Recipe], unit: str, tmp_path: Path
+) -> None:
+    """Not in pixels, whose number says nothing."""
+    recipe = recipe_of(tmp_path, "optim.iterations=1")
+    train(recipe, tmp_path / "run", quiet=True)
+    (record,) = records(tmp_path / "run")
+    assert [key for key in record if key.endswith("_per_s")] == [unit]
+    pace = record[unit]
+    assert isinstance(pace, int) and pace > 0
 
 
 def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
