@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.lab import clocked, command_line, commit, this_machine, today
-from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
+from benchmarks.papers.measured import FOLDER, Measured, Moment, Point, counts_of
 from train.checkpoint import Run, RunError, load_run
 from train.data import open_dataset
 from train.evaluate import Report, evaluate_run, methods_named
 from train.loop import unfinished
 from train.metrics import METRICS
-from train.recipe import data_at
+from train.recipe import Recipe, data_at
 from train.text_quality import bleu_of, open_translator
 
 CURVE_MOMENTS = 60
@@ -33,10 +33,9 @@ TIMINGS, LEAST_MS = 3, 100.0
 
 def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
-    for run in parsed.runs:
-        _check_ended(run, parsed.data)
-    for run in parsed.runs:
-        counts = [int(count) for count in parsed.steps.split(",")]
+    recipes = [_ended(run, parsed.data) for run in parsed.runs]
+    for run, recipe in zip(parsed.runs, recipes, strict=True):
+        counts = counts_of(parsed.steps, recipe)
         methods = methods_named(parsed.methods) if parsed.methods else None
         report = evaluate_run(run, counts, methods, parsed.data)
         command = command_line("benchmarks.papers.measure", arguments)
@@ -93,12 +92,13 @@ def with_bleu(
     return dataclasses.replace(one, bleu=scores, bleu_signature=signature)
 
 
-def _check_ended(folder: Path, data: str) -> None:
-    """Half a training would pass for what its recipe can do."""
+def _ended(folder: Path, data: str) -> Recipe:
+    """The recipe of a run that has ended: half a training would pass for what its recipe can do."""
     run = load_run(folder)
     recipe = data_at(run.recipe, data)
     if came := unfinished(folder, recipe, open_dataset(recipe, run.tokenizer)):
         raise RunError(f"{folder} has done {came}: go on with it first")
+    return recipe
 
 
 def measured(folder: Path, group: str | None, report: Report, command: str) -> Measured:
@@ -169,7 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     made.add_argument("--group", help="what runs that differ in their seed only are called")
     made.add_argument("--data", default="", metavar="PATH", help="where the data is now")
-    made.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
+    made.add_argument(
+        "--steps",
+        default="1,2,4,8",
+        help="step counts, besides that of the training (default 1,2,4,8)",
+    )
     made.add_argument("--methods", help="`all`, or methods separated by commas")
     made.add_argument("--bleu", action="store_true", help="translators: BLEU as well")
     made.add_argument("--beams", type=int, default=4, help="of --bleu (default 4)")

@@ -9,6 +9,7 @@ from typing import Any, Self
 from benchmarks.lab import Machine
 from train.checkpoint import write_atomically
 from train.evaluate import ADAPTIVE
+from train.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 SCHEMA_VERSION = 1
@@ -99,26 +100,33 @@ class Measured:
                 return point
         return None
 
-    def need(self, steps: int) -> Point:
+    def need(self, steps: int | None) -> Point:
         """The point of a step count that must have been measured."""
         point = self.at(steps)
         if point is None:
-            raise ValueError(f"{self.name} was not measured at {steps} steps")
+            counted = "with the adaptive solver" if steps is None else f"at {steps} steps"
+            raise ValueError(f"{self.name} was not measured {counted}: measure it again")
         return point
 
     @property
     def full(self) -> Point:
         """The point of the training: at full steps, or of the adaptive solver."""
         steps = self.recipe["steps"]
-        adaptive = steps.get("solver") == ADAPTIVE
-        found = self.at(None if adaptive else steps["full"]) or self.at(1)
-        if found is None:  # measured at other counts only
-            found = max(self.points, key=lambda point: point.steps or 0)
-        return found
+        if self.recipe["model"]["depth"] == "discrete":
+            return self.need(1)
+        return self.need(None if steps.get("solver") == ADAPTIVE else steps["full"])
 
     @property
     def trained_method(self) -> str:
         return str(self.recipe["steps"]["method"])
+
+
+def counts_of(asked: str, recipe: Recipe) -> list[int]:
+    """The step counts to measure a run at: those asked for, and that of its training."""
+    counts = {*map(int, asked.split(","))}
+    if recipe.model.depth != "discrete" and recipe.steps.solver != ADAPTIVE:
+        counts.add(recipe.steps.full)
+    return sorted(counts)
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, list[Measured]]:

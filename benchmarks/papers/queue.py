@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.lab import ROOT, Busy
-from benchmarks.papers.measured import FOLDER, Measured
+from benchmarks.papers.measured import FOLDER, Measured, counts_of
 from train.interrupt import reader_gone
 from train.metrics import METRICS, read_metrics
 from train.recipe import Recipe, RecipeError, load_recipe, recipe_from
@@ -107,9 +107,9 @@ class Place:
         found = recipe_from(dict(measured.recipe), str(path))
         if meaning_of(found) != meaning_of(job.described()):
             raise RecipeError(f"{path} is of another recipe than the plan's {job.name}: rename one")
-        wanted = set() if found.model.depth == "discrete" else {*map(int, job.steps.split(","))}
+        wanted = [] if found.model.depth == "discrete" else counts_of(job.steps, found)
         counts = {point.steps for point in measured.points}
-        return wanted <= counts and (bool(measured.bleu) or not job.bleu)
+        return counts.issuperset(wanted) and (bool(measured.bleu) or not job.bleu)
 
     def claim(self, job: Job) -> IO[str] | None:
         """A lock that goes with this process, or None if another queue has it."""

@@ -331,6 +331,9 @@ def test_figures_of_another_recipe_under_the_same_name_are_refused(tmp_path: Pat
     place = Place(tmp_path, results=tmp_path)
     assert place.kept(Job("mnist-any", "mnist-any", 0))
     assert not place.kept(Job("mnist-any", "mnist-any", 0, steps="1,3"))  # not measured at 3
+    record["points"] = [point for point in record["points"] if point["steps"] != 8]
+    (tmp_path / "mnist-any-0.json").write_text(json.dumps(record))
+    assert not place.kept(Job("mnist-any", "mnist-any", 0, steps="1,4"))  # trained at 8
     for other in ("optim.lr=0.1", "run.keep=best"):
         with pytest.raises(RecipeError, match="another recipe than the plan's mnist-any-0"):
             place.kept(Job("mnist-any", "mnist-any", 0, (other,)))

@@ -400,5 +400,18 @@ def test_figures_are_those_of_the_training() -> None:
     wide = read_all()["mnist-any"][0]
     most = max(point.steps or 0 for point in wide.points)
     assert wide.full.steps == wide.recipe["steps"]["full"] < most
+    without = [point for point in wide.points if point.steps != wide.full.steps]
+    with pytest.raises(ValueError, match="mnist-any-0 was not measured at 8 steps: measure it"):
+        _ = dataclasses.replace(wide, points=without).full
+    with pytest.raises(ValueError, match=r"-0 was not measured with the adaptive solver: measure"):
+        _ = dataclasses.replace(kept, points=[kept.points[-1]]).full
     discrete = read_all()["mnist-any-discrete"][0]
     assert discrete.full.steps == 1
+
+
+def test_the_steps_of_training_are_measured_whatever_is_asked(tmp_path: Path) -> None:
+    run = tiny_label_run(tmp_path, "optim.iterations=2", "steps.full=3")
+    assert main([str(run), "--group", "tiny", "--steps", "8,1", "--results", str(tmp_path)]) == 0
+    kept = Measured.read(tmp_path / "tiny-0.json")
+    assert [point.steps for point in kept.points] == [1, 3, 8]
+    assert kept.full.steps == 3
