@@ -112,9 +112,14 @@ class Measured:
     def full(self) -> Point:
         """The point of the training: at full steps, or of the adaptive solver."""
         steps = self.recipe["steps"]
-        if self.recipe["model"]["depth"] == "discrete":
+        if self.discrete:
             return self.need(1)
         return self.need(None if steps.get("solver") == ADAPTIVE else steps["full"])
+
+    @property
+    def discrete(self) -> bool:
+        """Whether it has blocks of its own at every depth, and so no steps."""
+        return bool(self.recipe["model"]["depth"] == "discrete")
 
     @property
     def trained_method(self) -> str:

@@ -411,10 +411,10 @@ def _cell_at(runs: Sequence[Measured], count: int) -> str:
 
 
 def _ahead(ours: Sequence[Measured], others: Sequence[Measured], full: int) -> str:
-    """Points of accuracy, or nats, at full steps; of what has one count, at that."""
+    """Points of accuracy, or nats, at full steps; of a discrete model, of its one answer."""
     if not ours:
         return "–"
-    depth = 1 if others[0].at(full) is None else full
+    depth = 1 if others[0].discrete else full
     metric = ours[0].need(full).metric
     better = _mean(ours, full) - _mean(others, depth)
     return f"{better:+.2f}" if metric == "accuracy" else f"{-better:+.3f}"
