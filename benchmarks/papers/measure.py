@@ -7,19 +7,15 @@ The weights stay where they are; only figures are kept.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from benchmarks.lab import clocked, command_line, commit, this_machine, today
+from benchmarks.lab import command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point, counts_of
-from train.checkpoint import Run, RunError, load_run
+from train.checkpoint import RunError, load_run
 from train.data import open_dataset
 from train.evaluate import Report, evaluate_run, methods_named
 from train.loop import unfinished
@@ -28,7 +24,6 @@ from train.recipe import Recipe, data_at
 from train.text_quality import bleu_of, open_translator
 
 CURVE_MOMENTS = 60
-TIMINGS, LEAST_MS = 3, 100.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,41 +35,12 @@ def main(arguments: Sequence[str]) -> int:
         report = evaluate_run(run, counts, methods, parsed.data)
         command = command_line("benchmarks.papers.measure", arguments)
         one = measured(run, parsed.group, report, command)
-        one = dataclasses.replace(one, latency_ms=latencies(run, counts, parsed.data))
         if parsed.bleu:
             one = with_bleu(one, run, counts, parsed.data, parsed.beams, parsed.length_penalty)
         print(one.write(parsed.results))
         for point in one.points:
             print(f"  {point.method:>8} {point.steps or '':>3} {point.metric} {point.value:.4f}")
     return 0
-
-
-def latencies(folder: Path, counts: list[int], data: str) -> dict[str, float]:
-    """Milliseconds of one core that an answer to one row takes, by step counts; the least of some.
-
-    Of the processor's time, since a queue measures beside trainings. Of texts it is the one in the
-    middle by its length: held-out ones come in that order, the shortest first.
-    """
-    run = load_run(folder)
-    if run.recipe.steps.solver != "fixed":
-        return {}
-    dataset = open_dataset(data_at(run.recipe, data), run.tokenizer)
-    middle = sum(1 for _ in dataset.held_out(1)) // 2
-    inputs = next(itertools.islice(dataset.held_out(1), middle, None)).inputs
-    threads, method = torch.get_num_threads(), run.recipe.steps.method
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            return {
-                str(count): min(_timed(run, inputs, count, method) for _ in range(TIMINGS))
-                for count in ([1] if run.model.discrete else counts)
-            }
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _timed(run: Run, inputs: tuple[Tensor, ...], count: int, method: str) -> float:
-    return clocked(lambda: run.model(*inputs, steps=count, method=method), LEAST_MS).cpu_ms
 
 
 def with_bleu(

@@ -65,8 +65,6 @@ class Measured:
     machine: Machine
     bleu: Mapping[str, float] = field(default_factory=dict)  # by steps, of translators
     bleu_signature: str = ""
-    # By steps: milliseconds of one core for one row, in torch; not of runs measured before.
-    latency_ms: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path = FOLDER) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -322,14 +322,21 @@ def not_run(group: str) -> str:
 
 
 def tables_sections(
-    published: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str] = not_run
+    published: Mapping[str, Any],
+    groups: AnyGroups,
+    latency: Result | None = None,
+    said: Callable[[str], str] = not_run,
 ) -> list[str]:
-    reduced = [_reduced_table(one, groups, said) for one in published.get("reduced", [])]
+    times = {one.caption: one for one in latency.tables} if latency else {}
+    reduced = [
+        _reduced_table(one, groups, times.get(one["task"]), said)
+        for one in published.get("reduced", [])
+    ]
     swept = [_sweep_table(one, groups, said) for one in published.get("sweep", [])]
     if not reduced and not swept:
         return []
     parts = [
-        ["## Fewer parameters", published["reduced_note"], *reduced],
+        ["## Fewer parameters", published["reduced_note"], *reduced, _source_of(latency)],
         [
             "## The transport cost, setting by setting",
             published["transport_note"],
@@ -337,7 +344,15 @@ def tables_sections(
         ],
         ["## What lambda and the steps buy", published["sweep_note"], *swept],
     ]
-    return ["\n\n".join(part.strip() for part in section) + "\n" for section in parts]
+    return ["\n\n".join(part.strip() for part in section if part) + "\n" for section in parts]
+
+
+def _source_of(latency: Result | None) -> str:
+    return f"Milliseconds: {_provenance_of(latency)}" if latency else ""
+
+
+def _provenance_of(one: Result) -> str:
+    return f"`{one.command}` at {one.commit}, {one.date}, on {one.machine.sentence}."
 
 
 def _transport_table(
@@ -371,7 +386,9 @@ def _compared(ours: Sequence[Measured], others: Sequence[Measured], count: int) 
     return f"{means}: {mean([statistics.mean(ahead)], form) if ahead else '–'} ({seeds})"
 
 
-def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str]) -> str:
+def _reduced_table(
+    one: Mapping[str, Any], groups: AnyGroups, times: Table | None, said: Callable[[str], str]
+) -> str:
     """An OT model of k parameters beside discrete ones of k and more."""
     counts = sorted({*STEPS_SHOWN, one["full"]})
     ours = groups.get(one["rows"][0][1], [])
@@ -392,7 +409,7 @@ def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[st
                 ratio,
                 *(_cell_at(runs, count) for count in counts),
                 _ahead(ours, runs, one["full"]) if runs is not ours else "",
-                _latency(runs, one["full"]),
+                _latency(times, name, one["full"]),
                 mean([run.evaluations for run in runs], "{:,.0f}"),
                 mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"),
                 str(len(runs)),
@@ -420,12 +437,12 @@ def _ahead(ours: Sequence[Measured], others: Sequence[Measured], full: int) -> s
     return f"{better:+.2f}" if metric == "accuracy" else f"{-better:+.3f}"
 
 
-def _latency(runs: Sequence[Measured], full: int) -> str:
-    timed = [run.latency_ms for run in runs if run.latency_ms]
-    if not timed:
+def _latency(times: Table | None, group: str, full: int) -> str:
+    """At one step and at full steps."""
+    if times is None:
         return "–"
-    ends = [str(count) for count in dict.fromkeys((1, full)) if str(count) in timed[0]]
-    return " / ".join(f"{statistics.mean(one[count] for one in timed):.1f}" for count in ends)
+    found = {steps: ms for name, steps, ms in times.rows if name == group}
+    return " / ".join(f"{found[steps]:.2f}" for steps in dict.fromkeys((1, full)) if steps in found)
 
 
 def _sweep_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str]) -> str:
@@ -524,7 +541,8 @@ def print_tables(results: Path, runs: Path | None) -> None:
         seeds = [f"{job.seed}: {state(job, place)}" for job in jobs if job.group == group]
         return "; ".join(seeds) if runs and seeds else not_run(group)
 
-    print("\n".join(tables_sections(published, read_all(results), said)))
+    latency = {one.name: one for one in read_extra()}.get("latency")
+    print("\n".join(tables_sections(published, read_all(results), latency, said)))
 
 
 def read_extra(folder: Path = EXTRA) -> list[Result]:
@@ -551,7 +569,7 @@ def render(
         raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
     frontier = published.get("frontier")
     extra = {one.name: one for one in kept}
-    sections = tables_sections(published, groups)
+    sections = tables_sections(published, groups, extra.get("latency"))
     sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
     differs = {name: said for one in experiments for name, said in one.get("differs", {}).items()}
@@ -787,9 +805,7 @@ def robustness_section(extra: Mapping[str, Result], differs: Mapping[str, str]) 
             # The paper's are in each.
             rows += [row for row in _in_units(kept).rows if row not in rows]
         if tables:
-            sources.append(
-                f"`{one.command}` at {one.commit}, {one.date}, on {one.machine.sentence}."
-            )
+            sources.append(_provenance_of(one))
     parts = ["## Robustness"]
     if found:
         parts.append(

@@ -5,17 +5,15 @@ import dataclasses
 import json
 import math
 import re
-import statistics
 import tomllib
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from benchmarks.lab import Cell, Provenance, Table, Target
-from benchmarks.papers import measure
+from benchmarks.papers import latency
 from benchmarks.papers import page as papers_page
-from benchmarks.papers.measure import latencies, main
+from benchmarks.papers.measure import main
 from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.page import (
     CLAIMS,
@@ -29,10 +27,10 @@ from benchmarks.papers.page import (
 )
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
-from tests.fixtures.tiny_runs import tiny_label_run
-from train.checkpoint import RECIPE, Run, RunError, load_run
+from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe
+from train.checkpoint import RECIPE, RunError
 from train.data import open_dataset
-from train.recipe import recipe_from, recipe_names
+from train.recipe import Recipe, recipe_from, recipe_names
 
 PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 
@@ -294,16 +292,19 @@ def cells(section: str, start: str) -> list[str]:
 
 def test_fewer_parameters_stand_beside_more() -> None:
     groups = {
-        "mnist": [small("mnist", 0.97, 1000, latency_ms={"1": 0.5, "8": 3.0, "20": 7.0})],
-        "mnist-discrete-140": [small("mnist-discrete", 0.945, 4000, latency_ms={"1": 0.9})],
+        "mnist": [small("mnist", 0.97, 1000)],
+        "mnist-discrete-140": [small("mnist-discrete", 0.945, 4000)],
         "mnist-discrete": [small("mnist-discrete", value, 3400) for value in (0.97, 0.99)],
     }
-    reduced, *_ = tables_sections(PUBLISHED_FACTS, groups)
+    rows: list[list[Cell]] = [["mnist", 1, 0.5], ["mnist", 20, 7.0], ["mnist-discrete-140", 1, 0.9]]
+    table = Table("MNIST, %", latency.COLUMNS, rows)
+    times = Provenance.now("papers.latency", []).result("latency", "", "", [table], [])
+    reduced, *_ = tables_sections(PUBLISHED_FACTS, groups, times)
     ours = cells(reduced, "OT, k (`mnist`)")
-    assert ours[1:3] == ["1,000", "1.00"] and ours[7:10] == ["97.00", "", "0.5 / 7.0"]
+    assert ours[1:3] == ["1,000", "1.00"] and ours[7:10] == ["97.00", "", "0.50 / 7.00"]
     larger = cells(reduced, "discrete, 4 k (`mnist-discrete-140`)")
     assert larger[1:4] == ["4,000", "4.00", "94.50"] and larger[4] == "–"
-    assert larger[8:10] == ["+2.50", "0.9"]
+    assert larger[8:10] == ["+2.50", "0.90"]
     papers = cells(reduced, "discrete, the paper's (`mnist-discrete`)")
     assert papers[3] == "98.00 ± 1.41" and papers[8] == "-1.00" and papers[-1] == "2"
     assert cells(reduced, "discrete, 2 k (`mnist-discrete-96`)")[1] == "not run yet"
@@ -359,31 +360,32 @@ def test_the_tables_are_printed_with_how_far_the_queue_is(
     assert row[1].startswith("0: waiting, not begun; 1: left out after 3 failures, not begun")
 
 
-def test_an_answer_takes_longer_with_more_steps(tmp_path: Path) -> None:
-    run = tiny_label_run(tmp_path, "optim.iterations=2")
-    found = latencies(run, [1, 4], "")
-    assert set(found) == {"1", "4"} and 0 < found["1"] < found["4"]
-    (tmp_path / "one").mkdir()
-    level = tiny_label_run(tmp_path / "one", "optim.iterations=2", "model.depth=discrete")
-    assert set(latencies(level, [1, 4], "")) == {"1"}
+@pytest.mark.parametrize("task", ["classifier", "decoder"])
+def test_an_answer_takes_longer_with_more_steps(task: str, tmp_path: Path) -> None:
+    def made(*overrides: str) -> Recipe:
+        if task == "decoder":
+            return tiny_text_recipe(tmp_path, *overrides)
+        return tiny_label_recipe(*overrides)
+
+    dataset = open_dataset(made())
+    for _ in range(3):  # one that is disturbed is timed again
+        found = {steps: answer() for steps, answer in latency.answers_of(made(), dataset, 8)}
+        assert set(found) == {1, 8}
+        if 0 < found[1] < found[8]:
+            break
+    else:
+        raise AssertionError(found)
+    level = latency.answers_of(made("model.depth=discrete"), dataset, 8)
+    assert [steps for steps, _ in level] == [1]
 
 
-def test_the_text_that_is_timed_is_of_middling_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held-out texts come in the order of their lengths: the first one is the shortest."""
-    run = tiny_label_run(tmp_path, "optim.iterations=2")
-    rows = open_dataset(load_run(run).recipe).held_out(1)
-    lengths = [batch.inputs[0].shape[1] for batch in rows]
-    timed = []
-
-    def seen(run: Run, inputs: tuple[Tensor, ...], count: int, method: str) -> float:
-        timed.append(inputs[0].shape[1])
-        return 1.0
-
-    monkeypatch.setattr(measure, "_timed", seen)
-    latencies(run, [1], "")
-    assert set(timed) == {statistics.median_high(lengths)} and min(lengths) < timed[0]
+def test_every_table_has_the_times_of_its_models() -> None:
+    kept = {one.name: one for one in read_extra()}["latency"]
+    wanted = {
+        one["task"]: {group for _, group in one["rows"]} for one in PUBLISHED_FACTS["reduced"]
+    }
+    assert {one.caption: {row[0] for row in one.rows} for one in kept.tables} == wanted
+    assert all(isinstance(ms, float) and ms > 0 for one in kept.tables for *_, ms in one.rows)
 
 
 def test_figures_are_those_of_the_training() -> None:
