@@ -41,19 +41,17 @@ Answer = Callable[[], float]  # gives its milliseconds
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
     made.add_argument("--data", type=Path, default=Path("data"), help="where the data sets are")
-    made.add_argument("--only", nargs="+", metavar="TASK", help="tables of these tasks alone")
     parsed = made.parse_args(arguments)
-    if not parsed.quick and not parsed.only:
+    if not parsed.quick:
         parsed.results = parsed.results or FOLDER
     torch.set_num_threads(1)
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["reduced"]
-    asked = [one for one in published if not parsed.only or one["task"] in parsed.only]
 
     def measure(provenance: Provenance) -> Result:
         load_exporter()
         seconds, least = (0.0, 1) if parsed.quick else (SECONDS, LEAST_ROUNDS)
         tables = []
-        for one in asked:
+        for one in published:
             print(one["task"], file=sys.stderr, flush=True)
             tables.append(timed(one, parsed.data, seconds, least))
         about = "Medians of the processor's time for one row, one thread, in ONNX Runtime."
@@ -112,4 +110,7 @@ def _milliseconds(session: ort.InferenceSession, fed: Mapping[str, Any]) -> floa
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"benchmarks.papers.latency: {error}")
