@@ -486,7 +486,7 @@ def _lost(run: Measured) -> float | None:
 
 
 PUBLISHED = Path(__file__).parent / "published.toml"
-EXTRA = Path(__file__).parent  # theory.json, and what benchmarks.robustness keeps there
+EXTRA = Path(__file__).parent  # theory.json, speed.json, and what other benchmarks keep there
 PAGE = Path(__file__).parent / "README.md"
 CLAIMS = Path(__file__).parents[2] / "docs" / "results.md"
 PICTURES = Path(__file__).parent / "plots"
@@ -574,6 +574,7 @@ def render(
     sections += [_section(experiment, groups) for experiment in experiments]
     differs = {name: said for one in experiments for name, said in one.get("differs", {}).items()}
     sections += [robustness_section(extra, differs), _theory_section(extra.get("theory"))]
+    sections += [extra["speed"].markdown] if "speed" in extra else []
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
 
@@ -700,6 +701,7 @@ def _shown(
     shown += [_perplexity_here(groups, *one) for one in claim.get("perplexity", [])]
     shown += [_bleu_here(groups, *one) for one in claim.get("bleu", [])]
     shown += [_robust_here(extra, *one) for one in claim.get("robust", [])]
+    shown += [_speed_here(extra, *one) for one in claim.get("speed", [])]
     if claim.get("theory"):
         proven = extra.get("theory")
         shown += [(f"{one.what}: {one.shown}", "") for one in proven.targets] if proven else []
@@ -751,6 +753,17 @@ def _robust_here(
     runs = f"--runs RUNS/{group}-[0-9] --steps {steps}"
     kept = f"--name robustness-of-{group} --results benchmarks/papers"
     return "", f"{what} (`python -m benchmarks.robustness {runs} {kept}`)"
+
+
+def _speed_here(extra: Mapping[str, Result], what: str, model: str, base: str) -> tuple[str, str]:
+    """How many times as fast as the base a model is, at each length."""
+    if "speed" not in extra:
+        return "", f"{what} (`python -m benchmarks.papers.speed`)"
+    times = {
+        name: [float(ms or 0) for ms in row] for name, _, *row in extra["speed"].tables[0].rows
+    }
+    pairs = zip(times[base], times[model], strict=True)
+    return f"{what}: {' / '.join(f'{slow / fast:.2f}' for slow, fast in pairs)}", ""
 
 
 def _seeds(found: Sequence[object]) -> str:
