@@ -9,9 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.lab import Cell, Provenance, Table, Target
-from benchmarks.papers import latency
+from benchmarks.papers import latency, speed
 from benchmarks.papers import page as papers_page
 from benchmarks.papers.measure import main
 from benchmarks.papers.measured import Measured, read_all
@@ -89,7 +90,7 @@ def test_claims_name_runs_that_an_experiment_has() -> None:
     for claim in PUBLISHED_FACTS["claim"]:
         told = [one for kind in KINDS for one in claim.get(kind, [])]
         assert claim["verdict"] and {group for _, group, *_ in told} <= named
-        assert told or claim.get("theory")
+        assert told or claim.get("theory") or claim.get("speed")
 
 
 def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> None:
@@ -106,7 +107,7 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     page = render_claims(facts, groups)
     translated = section(page, "Higher order is better, translation")
     assert "\n* Here: RK4: 25.0 BLEU, 1 seed\n* Not as in the paper: " in translated
-    assert "\n* Not run yet: residual (`translation-residual`), " in translated
+    assert "\n* Not run yet: residual, 4,000 iterations (`translation-residual-long`), " in translated
     digits = section(page, "Fewer parameters, MNIST")
     assert "\n* Here: baseline, 60k: 90.00 %, 1 seed\n* Not as in the paper: " in digits
     assert "\n* Not run yet: OT, 17.7k (`mnist`), discrete, 17.7k (`mnist-discrete-64`)" in digits
@@ -134,6 +135,39 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     assert "## The theorem, tried" in page
     noise = page.partition("## Robustness")[2]
     assert "| mnist | OT, lambda 0.005 | 20 | 3 | 97.00 ± 1.00 | 90.00 ± 2.00 |" in noise
+
+
+def test_a_claim_of_speed_is_of_each_length() -> None:
+    asked = "Attention that is computed once is faster"
+    told = section(render_claims(PUBLISHED_FACTS, {}), asked)
+    assert "\n* Not run yet: fullFF-1, 4.1M (`python -m benchmarks.papers.speed`), " in told
+    times = {name: [20.0, 30.0] for name in speed.MODELS}
+    times |= {"fullFF-1": [40.0, 10.0], speed.UNFUSED: [80.0, 30.0]}
+    rows: list[list[Cell]] = [[name, 5, *found] for name, found in times.items()]
+    table = Table("Milliseconds", ("model", "parameters", "1,000", "2,000"), rows)
+    kept = Provenance.now("papers.speed", []).result("speed", "Speed by length", "", [table], [])
+    told = section(render_claims(PUBLISHED_FACTS, {}, [kept]), asked)
+    assert "\n* Here: fullFF-1, 4.1M: 0.50 / 3.00; fullFF-2, 4.6M: 1.00 / 1.00; " in told
+    assert "not fused: fullFF-1: 2.00 / 3.00; randomFF-1: 4.00 / 1.00\n* Not as in" in told
+    page = render(PUBLISHED_FACTS, {}, {}, {}, [kept])
+    assert "## Speed by length" in page and "| fullFF-1 | 5 | 40.0 | 10.0 |" in page
+
+
+def test_a_pass_of_training_is_timed_for_each_model_at_each_length() -> None:
+    found = speed.timed(Provenance.now("papers.speed", []), (8, 16), 1)
+    (table,) = found.tables
+    assert table.columns == ("model", "parameters", "8", "16")
+    assert [row[0] for row in table.rows] == list(speed.MODELS)
+    assert all(float(str(ms)) > 0 for row in table.rows for ms in row[2:])
+    sizes = {str(row[0]): int(str(row[1])) for row in table.rows}
+    assert sizes[speed.BASE] == sizes[speed.UNFUSED] > sizes["fullFF-1"] > sizes["randomFF-1"]
+    text = torch.randint(1, speed.SIZES.vocabulary, (1, 8))
+    for name, fused in ((speed.BASE, True), (speed.UNFUSED, False)):
+        model = speed.built(speed.MODELS[name])
+        with torch.profiler.profile() as seen:
+            speed.training_pass(name, model, text)()
+        assert any("flash_attention" in one.key for one in seen.key_averages()) == fused
+        assert all(one.grad is not None for one in model.parameters())
 
 
 def section(page: str, start: str) -> str:
