@@ -107,7 +107,7 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     page = render_claims(facts, groups)
     translated = section(page, "Higher order is better, translation")
     assert "\n* Here: RK4: 25.0 BLEU, 1 seed\n* Not as in the paper: " in translated
-    assert "\n* Not run yet: residual, 4,000 iterations (`translation-residual-long`), " in translated
+    assert "\n* Not run yet: residual, 4,000 iterations (`translation-residual-long`)" in translated
     digits = section(page, "Fewer parameters, MNIST")
     assert "\n* Here: baseline, 60k: 90.00 %, 1 seed\n* Not as in the paper: " in digits
     assert "\n* Not run yet: OT, 17.7k (`mnist`), discrete, 17.7k (`mnist-discrete-64`)" in digits
